@@ -1,0 +1,1 @@
+"""The parallel mesh as pure arithmetic: standard library only."""

@@ -1,0 +1,209 @@
+"""The shape of a model, read from a Hugging Face ``config.json``. Pure Python: no torch, no transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megappo.models.families import Family, known_families
+from megappo.models.parameters import EMBEDDING, FINAL_NORM, LM_HEAD, QK_NORM, QKV_BIAS, SCALAR_HEAD, Parameter
+
+
+class ModelError(ValueError):
+    """A model folder that cannot be used; ``problems`` lists every reason, each with its fix."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
+@dataclass(frozen=True)
+class Llama3RopeScaling:
+    """Llama 3's frequency-dependent stretching of rotary positions (Llama 3.1 model card)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Everything about a model that layouts, weight tables and Megatron need. Sizes are in elements."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3RopeScaling | None
+    tied_embeddings: bool
+
+    @property
+    def layer(self) -> tuple[Parameter, ...]:
+        """The parameters of one transformer layer."""
+        return known_families()[self.family].layer
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the query, key and value projections have biases."""
+        return QKV_BIAS[0] in self.layer
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether each query and key head is normalised."""
+        return QK_NORM[0] in self.layer
+
+    def dims(self) -> dict[str, int]:
+        """The sizes that :class:`~megappo.models.parameters.Parameter` shapes refer to."""
+        return {
+            "hidden": self.hidden_size,
+            "ffn": self.ffn_hidden_size,
+            "q": self.num_heads * self.head_dim,
+            "kv": self.num_kv_heads * self.head_dim,
+            "head_dim": self.head_dim,
+            "vocab": self.vocab_size,
+            "one": 1,
+        }
+
+    def head(self, scalar: bool) -> Parameter:
+        """The last parameter: a scalar head, or a language-model head (which may be the embedding itself)."""
+        return SCALAR_HEAD if scalar else EMBEDDING if self.tied_embeddings else LM_HEAD
+
+    def hf_shapes(self, *, scalar_head: bool = False) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor in the model's Hugging Face checkpoint."""
+        dims = self.dims()
+
+        def tensors(prefix: str, parameter: Parameter) -> Iterator[tuple[str, tuple[int, ...]]]:
+            for name, shape in zip(parameter.hf, parameter.shapes, strict=True):
+                yield prefix + name, tuple(dims[key] for key in shape)
+
+        out = dict(tensors("", EMBEDDING))
+        for index in range(self.num_layers):
+            for parameter in self.layer:
+                out.update(tensors(f"model.layers.{index}.", parameter))
+        out.update(tensors("", FINAL_NORM))
+        out.update(tensors("", self.head(scalar_head)))
+        return out
+
+    def num_parameters(self, *, scalar_head: bool = False) -> int:
+        """Number of weights, tied ones counted once."""
+        total = 0
+        for shape in self.hf_shapes(scalar_head=scalar_head).values():
+            size = 1
+            for extent in shape:
+                size *= extent
+            total += size
+        return total
+
+
+def read_model_spec(folder: str | Path) -> ModelSpec:
+    """Read ``folder/config.json``.
+
+    Raises:
+        ModelError: the folder or file is missing or unreadable, the family is unknown, or the model uses something
+            that we would compute wrongly. Every problem is listed.
+    """
+    path = Path(folder) / "config.json"
+    if not Path(folder).is_dir():
+        raise ModelError([f"{folder}: no such folder: give the path of a Hugging Face model folder"])
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ModelError([f"{folder}: has no config.json: give the path of a Hugging Face model folder"]) from None
+    except (OSError, ValueError) as error:
+        raise ModelError([f"{path}: cannot be read as JSON ({error})"]) from None
+    if not isinstance(raw, dict):
+        raise ModelError([f"{path}: holds {type(raw).__name__}, not an object"])
+    family = known_families().get(str(raw.get("model_type")))
+    if family is None:
+        known = ", ".join(sorted(known_families()))
+        raise ModelError([f"{path}: model_type {raw.get('model_type')!r} is not a family we know: known are {known}"])
+    raw = {**family.defaults, **raw}
+    problems = [f"{path}: {problem}" for problem in (*_missing(raw), *_refused(raw, family))]
+    if problems:
+        raise ModelError(problems)
+    return _spec(raw, family)
+
+
+_REQUIRED = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+
+
+def _missing(raw: dict[str, Any]) -> Iterator[str]:
+    for key in _REQUIRED:
+        value = raw.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            yield f"{key}: {value!r} is not a positive number"
+    heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads <= 0 or heads % kv_heads):
+        yield f"num_key_value_heads: {kv_heads} does not divide num_attention_heads {heads}"
+    hidden = raw.get("hidden_size")
+    if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 and not raw.get("head_dim") and hidden % heads:
+        yield f"hidden_size: {hidden} is no multiple of num_attention_heads {heads}, and head_dim is not given"
+
+
+def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings: transformers 5 writes ``rope_parameters``, earlier versions ``rope_theta`` and ``rope_scaling``."""
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    return rope
+
+
+_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def _refused(raw: dict[str, Any], family: Family) -> Iterator[str]:
+    for key, accepted in {**family.refused, "hidden_act": "silu", "partial_rotary_factor": 1.0}.items():
+        if raw.get(key) not in (None, accepted):
+            yield f"{key}: {raw[key]!r} is not supported for {family.model_type}: only {accepted!r} is"
+    sliding = sorted({kind for kind in raw.get("layer_types") or () if kind != "full_attention"})
+    if sliding:
+        yield f"layer_types: {', '.join(sliding)} is not supported: only full_attention is"
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        yield f"quantization_config: weights quantised by {method!r} cannot be trained: give the unquantised model"
+    rope = _rope(raw)
+    if rope["rope_type"] not in ("default", "llama3"):
+        yield f"rope_scaling: rope_type {rope['rope_type']!r} is not supported: known are default, llama3"
+    if rope["rope_type"] == "llama3":
+        yield from (f"rope_scaling: llama3 needs {key}" for key in _LLAMA3_KEYS if key not in rope)
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        yield f"rope_parameters.partial_rotary_factor: {rope['partial_rotary_factor']!r} is not supported: only 1.0 is"
+
+
+def _spec(raw: dict[str, Any], family: Family) -> ModelSpec:
+    rope = _rope(raw)
+    scaling = Llama3RopeScaling(*(rope[key] for key in _LLAMA3_KEYS)) if rope["rope_type"] == "llama3" else None
+    return ModelSpec(
+        family=family.model_type,
+        num_layers=raw["num_hidden_layers"],
+        hidden_size=raw["hidden_size"],
+        num_heads=raw["num_attention_heads"],
+        num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+        ffn_hidden_size=raw["intermediate_size"],
+        vocab_size=raw["vocab_size"],
+        max_positions=raw["max_position_embeddings"],
+        norm_eps=raw["rms_norm_eps"],
+        rope_theta=float(rope["rope_theta"]),
+        rope_scaling=scaling,
+        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+    )
