@@ -160,7 +160,7 @@ def _missing(raw: dict[str, Any]) -> Iterator[str]:
 
 
 def _rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings: transformers 5 writes ``rope_parameters``, earlier versions ``rope_theta`` and ``rope_scaling``."""
+    """Rotary settings: ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling`` (before)."""
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
     rope.setdefault("rope_type", rope.get("type", "default"))
