@@ -21,6 +21,16 @@ class Split(Enum):
     VOCABULARY = "vocabulary"  # axis 0, padded at the end by each system in its own way
 
 
+def megatron_vocabulary(vocab_size: int, tp: int) -> int:
+    """Rows of Megatron's padded vocabulary over all ranks: each holds a multiple of 8, which bfloat16 kernels want."""
+    return -(-vocab_size // (8 * tp)) * 8 * tp
+
+
+def vllm_vocabulary(vocab_size: int) -> int:
+    """Rows of vLLM's padded vocabulary over all ranks: a multiple of 64, whatever the tensor-parallel size."""
+    return -(-vocab_size // 64) * 64
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One local parameter of a layer (or of the model) under its three names.

@@ -1,0 +1,142 @@
+"""From a model's shape and a layout to this rank's part of a Megatron GPT, with a language-model or a scalar head."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from megappo.layout.mesh import Layout, stage_layers
+from megappo.models import megatron_cpu
+from megappo.models.layers import block_spec
+from megappo.models.parameters import megatron_vocabulary
+from megappo.models.process_groups import ProcessGroupCollection, device
+from megappo.models.spec import Llama3RopeScaling, ModelSpec
+
+megatron_cpu.install()
+
+from megatron.core import tensor_parallel  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.transformer.module import MegatronModule  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+
+def transformer_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's configuration of this model at this layout."""
+    on_cuda = torch.cuda.is_available()
+    stages = [len(layers) for layers in stage_layers(spec.num_layers, layout.pp)]
+    uneven = len(set(stages)) > 1
+    return TransformerConfig(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_attention_heads=spec.num_heads,
+        num_query_groups=spec.num_kv_heads,
+        kv_channels=spec.head_dim,
+        ffn_hidden_size=spec.ffn_hidden_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=spec.norm_eps,
+        add_bias_linear=False,
+        add_qkv_bias=spec.qkv_bias,
+        qk_layernorm=spec.qk_norm,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        num_layers_in_first_pipeline_stage=stages[0] if uneven else None,
+        num_layers_in_last_pipeline_stage=stages[-1] if uneven else None,
+        sequence_parallel=layout.sequence_parallel and layout.tp > 1,
+        variable_seq_lengths=True,  # micro-batches are cut by a token budget, so their lengths differ
+        moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, even without experts
+        calculate_per_token_loss=True,  # gradients are summed, never averaged: our weights already hold the divisor
+        perform_initialization=False,  # weights are always loaded
+        use_cpu_initialization=not on_cuda,
+        bias_activation_fusion=on_cuda,
+        bias_dropout_fusion=on_cuda,
+        apply_rope_fusion=on_cuda,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        cross_entropy_loss_fusion=False,
+        batch_p2p_comm=True,
+        deallocate_pipeline_outputs=True,
+    )
+
+
+def build_model(
+    spec: ModelSpec, layout: Layout, groups: ProcessGroupCollection, dtype: torch.dtype, *, scalar_head: bool = False
+) -> GPTModel:
+    """Build this rank's part of the model, on its device; the weights are uninitialised.
+
+    Args:
+        spec: the model.
+        layout: the role's parallel sizes.
+        groups: the role's process groups.
+        dtype: of parameters and activations.
+        scalar_head: replace the language-model head by one number a token (critic, reward model).
+    """
+    config = transformer_config(spec, layout, dtype)
+    first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(config, groups.pp.rank()),
+        vocab_size=megatron_vocabulary(spec.vocab_size, layout.tp),
+        max_sequence_length=spec.max_positions,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=spec.tied_embeddings and not scalar_head,
+        position_embedding_type="rope",
+        rotary_base=spec.rope_theta,
+        pg_collection=groups,
+    )
+    if spec.rope_scaling:
+        model.rotary_pos_emb.inv_freq = llama3_inverse_frequencies(model.rotary_pos_emb.inv_freq, spec.rope_scaling)
+    if scalar_head and last:
+        model.output_layer = ScalarHead(config, groups)
+    return model.to(device())
+
+
+class ScalarHead(MegatronModule):
+    """One number a token from its hidden state, held whole by every tensor-parallel rank."""
+
+    def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+        super().__init__(config)
+        self.tp_group = groups.tp
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        # Under sequence parallelism each rank sees only its tokens: Megatron then sums the weight's gradients.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(
+        self, hidden_sbh: torch.Tensor, weight: None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[torch.Tensor, None]:
+        """The signature of Megatron's output layer: ([sequence, batch, 1] in float32, no bias)."""
+        values_sb1 = F.linear(hidden_sbh, self.weight).float()
+        if self.config.sequence_parallel:
+            values_sb1 = tensor_parallel.gather_from_sequence_parallel_region(
+                values_sb1, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        return values_sb1, None
+
+
+def llama3_inverse_frequencies(inv_freq: torch.Tensor, scaling: Llama3RopeScaling) -> torch.Tensor:
+    """Llama 3.1's rotary scaling: long wavelengths are stretched by ``factor``, short ones kept, those between blended.
+
+    Megatron has the same formula but fixes three of its four constants.
+
+    Args:
+        inv_freq: float32 [head_dim / 2].
+    """
+    wavelength = 2 * math.pi / inv_freq
+    longest = scaling.original_max_positions / scaling.low_freq_factor
+    shortest = scaling.original_max_positions / scaling.high_freq_factor
+    blend = (scaling.original_max_positions / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    smoothed = (1 - blend) * inv_freq / scaling.factor + blend * inv_freq
+    out = torch.where(wavelength > longest, inv_freq / scaling.factor, inv_freq)
+    return torch.where((wavelength <= longest) & (wavelength >= shortest), smoothed, out)

@@ -1,0 +1,95 @@
+"""Hugging Face safetensors as a source of weights: each rank reads only the blocks it holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from megappo.models.spec import ModelError, ModelSpec
+from megappo.reshard.boxes import Box
+
+IGNORED = ("rotary_emb.inv_freq",)
+"""Endings of tensors that old checkpoints hold and nobody needs."""
+
+
+def tensor_files(folder: str | Path) -> dict[str, Path]:
+    """Which file of the folder holds each tensor.
+
+    Raises:
+        ModelError: no safetensors files, or the index names a file that is not there.
+    """
+    folder = Path(folder)
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        if absent := sorted({str(path) for path in files.values() if not path.is_file()}):
+            raise ModelError([f"{index}: names {path}, which does not exist" for path in absent])
+        return files
+    if not single.is_file():
+        raise ModelError([f"{folder}: has neither model.safetensors nor model.safetensors.index.json"])
+    with safe_open(single, "pt") as reader:
+        return {name: single for name in reader.keys()}  # noqa: SIM118 (safe_open is no mapping)
+
+
+def load_weights(
+    folder: str | Path,
+    spec: ModelSpec,
+    boxes: Sequence[Box],
+    params: Mapping[str, torch.Tensor],
+    *,
+    scalar_head: bool = False,
+) -> None:
+    """Fill this rank's parameters from a Hugging Face folder, block by block; each is read once, straight to its place.
+
+    Padding rows of the vocabulary become zero. A scalar head that the folder lacks (a critic started from a language
+    model) becomes zero: its first values are then 0.
+
+    Args:
+        boxes: what this rank holds.
+        params: this rank's parameters, by Megatron's names.
+
+    Raises:
+        ModelError: tensors are missing, not expected, or have another shape; all are listed.
+    """
+    files = tensor_files(folder)
+    shapes = spec.hf_shapes(scalar_head=scalar_head)
+    fresh = {"score.weight"} - files.keys()
+    with ExitStack() as stack:
+        readers = {path: stack.enter_context(safe_open(path, "pt")) for path in sorted(set(files.values()))}
+        slices = {name: readers[path].get_slice(name) for name, path in files.items()}
+        _check_tensors(folder, slices, {name: shape for name, shape in shapes.items() if name not in fresh})
+        with torch.no_grad():
+            for param in params.values():
+                param.zero_()
+            for box in boxes:
+                if box.name not in fresh:
+                    place = params[box.param][block(box.local_offset, box.size)]
+                    place.copy_(slices[box.name][block(box.offset, box.size)])
+
+
+def block(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    """Index of a block."""
+    return tuple(slice(begin, begin + extent) for begin, extent in zip(offset, size, strict=True))
+
+
+def _check_tensors(folder: str | Path, slices: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> None:
+    optional = {"lm_head.weight", "score.weight"}  # a tied head may be written out; a critic does not use either
+    problems = [
+        f"{folder}: tensor {name} {list(expected[name])} is missing" for name in expected.keys() - slices.keys()
+    ]
+    for name in slices.keys() - expected.keys() - optional:
+        if not name.endswith(IGNORED):
+            problems.append(f"{folder}: tensor {name} is not part of this family")
+    for name in slices.keys() & expected.keys():
+        if tuple(slices[name].get_shape()) != tuple(expected[name]):
+            problems.append(
+                f"{folder}: tensor {name} has shape {slices[name].get_shape()}, config.json says {list(expected[name])}"
+            )
+    if problems:
+        raise ModelError(sorted(problems))
