@@ -13,8 +13,8 @@ from torch import Tensor
 def token_rewards_bt(scores_b: Tensor, kl_bt: Tensor | None, mask_bt: Tensor, kl_coef: float) -> Tensor:
     """The reward of each token: -kl_coef * KL everywhere, plus the row's score on its last token.
 
-    R(x, y) = r(x, y) - beta * log(pi / ref), Ziegler et al. (arXiv:1909.08593), equation 2; the penalty is charged token
-    by token as in InstructGPT (arXiv:2203.02155, section 3.5).
+    R(x, y) = r(x, y) - beta * log(pi / ref), Ziegler et al. (arXiv:1909.08593), equation 2; the penalty is charged
+    token by token as in InstructGPT (arXiv:2203.02155, section 3.5).
 
     Args:
         scores_b: [b] float, the score of each response.
@@ -39,8 +39,8 @@ def gae(rewards_bt: Tensor, values_bt: Tensor, mask_bt: Tensor, gamma: float, la
     """Generalised advantage estimation over the masked tokens of each row.
 
     Schulman et al. (arXiv:1506.02438), equation 16: A_t = sum_k (gamma lam)^k delta_{t+k} with
-    delta_t = r_t + gamma V_{t+1} - V_t, and V = 0 after the last token, also where a response was cut at its length limit.
-    Returns are the targets of the critic, A_t + V_t (the TD(lambda) return).
+    delta_t = r_t + gamma V_{t+1} - V_t, and V = 0 after the last token, also where a response was cut at its length
+    limit. Returns are the targets of the critic, A_t + V_t (the TD(lambda) return).
 
     A token with mask 0 is skipped as though it were absent: the step from the token before a hole to the token after it
     discounts once.

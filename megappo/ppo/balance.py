@@ -61,8 +61,8 @@ def balanced_partition(lengths: Sequence[int], parts: int) -> list[list[int]]:
 def pack_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Cut rows into few micro-batches, similarly loaded, of at most `budget` tokens each.
 
-    Tries `balanced_partition` at the fewest micro-batches the total allows, then one more, and so on; where none fits up
-    to the count of first-fit decreasing (at most 11/9 of the optimum + 6/9), it takes the latter's bins.
+    Tries `balanced_partition` at the fewest micro-batches the total allows, then one more, and so on; where none fits
+    up to the count of first-fit decreasing (at most 11/9 of the optimum + 6/9), it takes the latter's bins.
 
     Args:
         lengths: tokens of each row, >= 0.

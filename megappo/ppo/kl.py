@@ -24,8 +24,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     - k2 = (log r)^2 / 2     biased, low variance, never negative
     - k3 = (r - 1) - log r   unbiased, low variance, never negative
 
-    That is about values, as in a reward. As a loss term, over the policy's own samples, the gradient of k2 is on average
-    that of KL(policy || reference), k3's that of KL(reference || policy), and k1's zero.
+    That is about values, as in a reward. As a loss term, over the policy's own samples, the gradient of k2 is on
+    average that of KL(policy || reference), k3's that of KL(reference || policy), and k1's zero.
 
     In k3, log r is clamped from above at 20 to keep r finite; beyond it k3 is constant and has no gradient. Nothing is
     clamped below (where k3 grows only linearly), and k1 and k2 are not clamped at all.

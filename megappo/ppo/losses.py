@@ -137,8 +137,8 @@ def aggregation_weights(lengths_b: Tensor, *, total_rows: int, total_tokens: int
     rows, tokens = int((lengths_b > 0).sum()), int(lengths_b.sum())
     if total_rows < rows or total_tokens < tokens:
         raise ValueError(
-            f"total_rows={total_rows}, total_tokens={total_tokens} are less than the {rows} rows, {tokens} tokens given; "
-            f"pass the totals of the whole mini-batch"
+            f"total_rows={total_rows}, total_tokens={total_tokens} are below the {rows} rows, {tokens} tokens here; "
+            "pass the totals of the whole mini-batch"
         )
     if rows == 0:
         return torch.zeros_like(lengths_b, dtype=torch.float32)
