@@ -1,0 +1,129 @@
+"""Which layouts a model and a pool allow: pure arithmetic on plain numbers.
+
+Each rule yields messages of the form ``key: value, why: the legal choices``; keys are those of a role's section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+VLLM_VOCAB_MULTIPLE = 64
+"""vLLM pads the vocabulary to this many rows and then splits it evenly over tensor parallel ranks."""
+
+
+class ModelSizes(Protocol):
+    """The sizes of a model that layouts depend on; :class:`~megappo.models.spec.ModelSpec` has them."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def ffn_hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def divisors(number: int) -> list[int]:
+    """All positive divisors, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def megatron_tp(model: ModelSizes) -> list[int]:
+    """Tensor parallel sizes that a Megatron role can have, ascending (the pool set aside)."""
+    return [tp for tp in divisors(model.num_heads) if not list(_megatron_tp(model, tp))]
+
+
+def rollout_tp(model: ModelSizes) -> list[int]:
+    """Tensor parallel sizes that a vLLM engine can have, ascending (the pool set aside)."""
+    return [tp for tp in divisors(model.num_heads) if not list(_rollout_tp(model, tp))]
+
+
+def megatron_model_problems(model: ModelSizes, tp: int, pp: int) -> Iterator[str]:
+    """What keeps a model from being split over ``tp`` x ``pp`` Megatron ranks. Layers need not divide evenly.
+
+    The vocabulary has no rule: it is padded to a multiple of ``tp``.
+    """
+    reasons = list(_megatron_tp(model, tp))
+    if reasons:
+        yield f"tp: {tp} {' and '.join(reasons)}: legal are {_listed(megatron_tp(model))}"
+    if pp > model.num_layers:
+        yield f"pp: {pp} stages cannot share {model.num_layers} layers: legal are 1 to {model.num_layers}"
+
+
+def megatron_pool_problems(
+    tp: int, pp: int, sequence_parallel: bool, nodes: int, devices_per_node: int
+) -> Iterator[str]:
+    """What keeps ``tp`` x ``pp`` from fitting a pool. The data parallel size is what is left."""
+    devices = nodes * devices_per_node
+    if devices % (tp * pp):
+        yield (
+            f"tp: {tp} times pp {pp} does not divide the {_count(devices, 'device')} of the pool: "
+            f"legal tp * pp are {_listed(divisors(devices))}"
+        )
+    if sequence_parallel and tp == 1:
+        yield "sequence_parallel: true needs tp > 1: set it to false, or raise tp"
+
+
+def megatron_pool_warnings(tp: int, nodes: int, devices_per_node: int) -> Iterator[str]:
+    """What a pool allows but makes slow."""
+    if nodes > 1 and devices_per_node % tp:
+        yield (
+            f"tp: {tp} does not divide the {_count(devices_per_node, 'device')} of a node, so tensor parallel groups "
+            f"cross nodes, which is slow: sizes within a node are {_listed(divisors(devices_per_node))}"
+        )
+
+
+def rollout_model_problems(model: ModelSizes, tp: int) -> Iterator[str]:
+    """What keeps a vLLM engine from splitting a model over ``tp`` devices. It replicates key/value heads."""
+    reasons = list(_rollout_tp(model, tp))
+    if reasons:
+        yield f"tp: {tp} {' and '.join(reasons)}: legal are {_listed(rollout_tp(model))}"
+
+
+def rollout_pool_problems(tp: int, devices_per_node: int) -> Iterator[str]:
+    """What keeps engines of ``tp`` devices from filling a pool. An engine stays within a node."""
+    if tp > devices_per_node:
+        yield (
+            f"tp: an engine of {tp} devices does not fit in a node of {devices_per_node}: "
+            f"legal are {_listed(divisors(devices_per_node))}"
+        )
+    elif devices_per_node % tp:
+        yield (
+            f"tp: engines of {tp} devices do not fill a node of {devices_per_node}: "
+            f"legal are {_listed(divisors(devices_per_node))}"
+        )
+
+
+def _megatron_tp(model: ModelSizes, tp: int) -> Iterator[str]:
+    yield from _not_dividing(tp, model.num_heads, "attention heads")
+    if tp > model.num_kv_heads:
+        yield f"is more than {_count(model.num_kv_heads, 'key/value head')}, which training does not replicate"
+    else:
+        yield from _not_dividing(tp, model.num_kv_heads, "key/value heads")
+    yield from _not_dividing(tp, model.ffn_hidden_size, "MLP columns")
+
+
+def _rollout_tp(model: ModelSizes, tp: int) -> Iterator[str]:
+    yield from _not_dividing(tp, model.num_heads, "attention heads")
+    if model.num_kv_heads % tp and tp % model.num_kv_heads:
+        yield f"neither divides nor is a multiple of {model.num_kv_heads} key/value heads"
+    yield from _not_dividing(tp, model.ffn_hidden_size, "MLP columns")
+    padded = -(-model.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
+    yield from _not_dividing(tp, padded, "padded vocabulary rows")
+
+
+def _not_dividing(tp: int, size: int, what: str) -> Iterator[str]:
+    if size % tp:
+        yield f"does not divide {size} {what}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
