@@ -1,0 +1,1 @@
+"""Rule-based rewards, and running anybody's reward functions safely."""

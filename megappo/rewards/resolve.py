@@ -1,0 +1,152 @@
+"""Finding reward functions by name, and choosing among them by data source.
+
+A reward function has verl's signature, and is called by keyword:
+
+    compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None)
+        -> float | {"score": float, ...more numbers, which are logged}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+RewardFunction = Callable[..., Any]
+DEFAULT_NAME = "compute_score"
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+class RewardError(ValueError):
+    """A reward that is not there or cannot be called; the message names what was looked for and the fix."""
+
+
+class RewardTable:
+    """Chooses the reward function of a sample by its data source.
+
+    Args:
+        function: reference of the function for every source that `by_source` does not name, or None.
+        by_source: data_source -> reference.
+
+    Raises:
+        RewardError: nothing is named, or a reference does not resolve.
+    """
+
+    def __init__(self, function: str | None, by_source: Mapping[str, str]):
+        check_named(function, by_source)
+        self._default = None if function is None else resolve_reward(function)
+        self._by_source = {source: resolve_reward(reference) for source, reference in by_source.items()}
+
+    def choose(self, data_source: str) -> RewardFunction:
+        """The function for `data_source`; RewardError, naming the sources known, where there is none."""
+        check_sources([data_source], self._default is not None, self._by_source)
+        return self._by_source.get(data_source, self._default)  # type: ignore[return-value]
+
+
+def check_named(function: str | None, by_source: Mapping[str, str]) -> None:
+    """Raise RewardError unless some function is named."""
+    if function is None and not by_source:
+        raise RewardError("no reward is named; set roles.reward.function or roles.reward.by_source")
+
+
+def check_sources(sources: Iterable[str], has_default: bool, by_source: Mapping[str, object]) -> None:
+    """Raise RewardError where a data source has no function."""
+    unknown = [] if has_default else sorted(set(sources) - set(by_source))
+    if unknown:
+        raise RewardError(
+            f"no reward for data_source {', '.join(map(repr, unknown))}; known: "
+            f"{', '.join(map(repr, sorted(by_source)))}; add it to roles.reward.by_source, "
+            "or set roles.reward.function for all others"
+        )
+
+
+def resolve_reward(reference: str) -> RewardFunction:
+    """The function that `reference` names: `package.module`, `package.module:name`, `file.py` or `file.py:name`.
+
+    Without a name it is `compute_score`. Imports the module.
+
+    Raises:
+        RewardError: no such module, file or function; an import that fails; a function with another signature.
+    """
+    location, _, name = reference.partition(":")
+    name = name or DEFAULT_NAME
+    is_file = location.endswith(".py") or "/" in location
+    module = _load_file(reference, Path(location)) if is_file else _load_module(reference, location)
+    try:
+        function = getattr(module, name)
+    except AttributeError:
+        own = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_")
+        ]
+        raise RewardError(
+            f"reward {reference!r}: {location} has no {name!r}; its functions: {', '.join(own) or 'none'}; "
+            f"name one as {location}:NAME"
+        ) from None
+    _check_signature(reference, function)
+    return function
+
+
+def _load_module(reference: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            raise RewardError(
+                f"reward {reference!r}: no module {error.name!r}; install it or add its folder to PYTHONPATH, "
+                "write a function inside a module as package.module:name, or name a file as path/to/file.py"
+            ) from None
+        raise _import_failed(reference, error) from error
+    except Exception as error:
+        raise _import_failed(reference, error) from error
+
+
+def _load_file(reference: str, path: Path) -> ModuleType:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise RewardError(f"reward {reference!r}: no file {path}; check the path (a relative one starts here)")
+    if path.suffix != ".py":
+        raise RewardError(f"reward {reference!r}: {path} is no .py file; name a Python file, or a module with dots")
+    # A name of its own, so that two files called reward.py do not meet and none shadows a package.
+    name = f"megappo_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # true of every .py file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, Exception):
+            raise _import_failed(reference, error) from error
+        raise
+    return module
+
+
+def _import_failed(reference: str, error: Exception) -> RewardError:
+    return RewardError(f"reward {reference!r}: its import failed with {type(error).__name__}: {error}; fix the module")
+
+
+def _check_signature(reference: str, function: Any) -> None:
+    wanted = f"it must be callable as {DEFAULT_NAME}({', '.join(ARGUMENTS)})"
+    if not callable(function):
+        raise RewardError(f"reward {reference!r}: is {type(function).__name__}, not a function; {wanted}")
+    if inspect.iscoroutinefunction(function):
+        raise RewardError(f"reward {reference!r}: is async; {wanted} and return the score (use asyncio.run within)")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-in functions tell nothing about themselves
+        return
+    try:
+        signature.bind(**dict.fromkeys(ARGUMENTS))
+    except TypeError as error:
+        raise RewardError(f"reward {reference!r}: takes {signature} ({error}); {wanted}") from None
