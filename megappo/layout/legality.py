@@ -54,9 +54,7 @@ def megatron_model_problems(model: ModelSizes, tp: int, pp: int) -> Iterator[str
         yield f"pp: {pp} stages cannot share {model.num_layers} layers: legal are 1 to {model.num_layers}"
 
 
-def megatron_pool_problems(
-    tp: int, pp: int, sequence_parallel: bool, nodes: int, devices_per_node: int
-) -> Iterator[str]:
+def megatron_pool_problems(tp: int, pp: int, nodes: int, devices_per_node: int) -> Iterator[str]:
     """What keeps ``tp`` x ``pp`` from fitting a pool. The data parallel size is what is left."""
     devices = nodes * devices_per_node
     if devices % (tp * pp):
@@ -64,6 +62,10 @@ def megatron_pool_problems(
             f"tp: {tp} times pp {pp} does not divide the {_count(devices, 'device')} of the pool: "
             f"legal tp * pp are {_listed(divisors(devices))}"
         )
+
+
+def megatron_size_problems(tp: int, sequence_parallel: bool) -> Iterator[str]:
+    """What is wrong with the sizes by themselves."""
     if sequence_parallel and tp == 1:
         yield "sequence_parallel: true needs tp > 1: set it to false, or raise tp"
 

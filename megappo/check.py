@@ -1,0 +1,286 @@
+"""Everything about a run that can be known before it starts. No torch, Ray, vLLM or transformers is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megappo import check_files
+from megappo.config import Config, ConfigError, MegatronRoleConfig, load_config
+from megappo.layout import legality
+from megappo.models.spec import ModelError, ModelSpec, read_model_spec
+
+FIXED_ON_RESUME = (
+    "model",
+    "run.seed",
+    "data.train",
+    "data.prompts_per_step",
+    "data.max_prompt",
+    "data.overlong",
+    "data.shuffle",
+    "roles.rollout.samples_per_prompt",
+    "ppo.mini_batch",
+    "ppo.epochs",
+)
+"""Keys that a resumed run cannot change: the weights, the place in the data and the schedule would not be its own.
+Pools and layouts may change, as may lengths, rates and everything about logging."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check found: lines of the form ``key: value, why: fix``. Errors stop a run; warnings do not."""
+
+    errors: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+class _Warning(str):
+    """A finding that does not stop a run."""
+
+
+def check_file(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config | None, Report]:
+    """Load and check a configuration file, so that mistakes in the file and in what it names come out together.
+
+    Returns the configuration (None if it has errors that keep it from being read) and the findings.
+    """
+    try:
+        config = load_config(path, overrides)
+    except ConfigError as error:
+        rest = check(error.partial) if error.partial else Report()
+        # What a refused value made look wrong is not reported a second time.
+        errors = tuple(line for line in rest.errors if line.split(":")[0] not in error.doubtful)
+        warnings = tuple(line for line in rest.warnings if line.split(":")[0] not in error.doubtful)
+        return None, Report((*error.problems, *errors), warnings)
+    return config, check(config)
+
+
+def check(config: Config) -> Report:
+    """Check a configuration against itself, its model folders, its files and its run folder."""
+    findings = list(_findings(config))
+    errors = tuple(str(line) for line in findings if not isinstance(line, _Warning))
+    return Report(errors, tuple(str(line) for line in findings if isinstance(line, _Warning)))
+
+
+def megatron_roles(config: Config) -> dict[str, MegatronRoleConfig]:
+    """The Megatron roles of a run, by name."""
+    roles = {"actor": config.roles.actor, "critic": config.roles.critic, "reference": config.roles.reference}
+    return {name: role for name, role in roles.items() if role is not None}
+
+
+def model_folder(config: Config, role: MegatronRoleConfig) -> str:
+    """The model folder of a role: its own, or that of the run."""
+    return role.model or config.model
+
+
+def _findings(config: Config) -> Iterator[str]:
+    specs: dict[str, ModelSpec] = {}
+    yield from _run(config)
+    yield from _models(config, specs)
+    yield from _data(config)
+    yield from _pools(config)
+    yield from _layouts(config, specs)
+    yield from _lengths(config, specs)
+    yield from _reward(config)
+    yield from _ppo(config)
+
+
+def _run(config: Config) -> Iterator[str]:
+    run, folder = config.run, Path(config.run.dir)
+    yield from _under("run.dir", check_files.run_folder_problems(folder))
+    for tracker in run.trackers:
+        if importlib.util.find_spec(tracker) is None:
+            yield f"run.trackers: {tracker} is not installed: pip install {tracker}, or leave it out"
+    steps = check_files.checkpoint_steps(folder)
+    if not steps:
+        return
+    try:
+        stored = load_config(folder / "config.yaml")
+    except ConfigError as error:
+        yield f"run.dir: {folder} holds checkpoints of a run that cannot be read ({error.problems[0]}): choose another"
+        return
+    for dotted, old, new in check_files.differences(stored, config, FIXED_ON_RESUME):
+        yield (
+            f"{dotted}: {_shown(new)} differs from {_shown(old)}, with which the run in {folder} began: "
+            "set it back, or choose another run.dir"
+        )
+    if steps[-1] >= run.steps:
+        yield _Warning(
+            f"run.steps: {run.steps} steps are done, as {folder} has a checkpoint of step {steps[-1]}: "
+            "raise run.steps, or choose another run.dir"
+        )
+
+
+def _models(config: Config, specs: dict[str, ModelSpec]) -> Iterator[str]:
+    """Check every model folder once, and put the readable ones into ``specs``."""
+    refused: set[str] = set()
+    for name, role in megatron_roles(config).items():
+        folder = model_folder(config, role)
+        label = f"roles.{name}.model" if role.model else "model"
+        if folder not in specs and folder not in refused:
+            try:
+                specs[folder] = read_model_spec(folder)
+            except ModelError as error:
+                refused.add(folder)
+                yield from _under(label, error.problems)
+                continue
+            shapes = specs[folder].hf_shapes()
+            if name == "critic":
+                shapes.pop("lm_head.weight", None)  # a value head takes its place
+            yield from _under(label, check_files.weight_problems(Path(folder), shapes))
+            if name == "actor":
+                yield from _under(label, check_files.tokenizer_problems(Path(folder)))
+    actor = specs.get(model_folder(config, config.roles.actor))
+    for name, role in megatron_roles(config).items():
+        spec = specs.get(model_folder(config, role))
+        if actor is None or spec is None or spec.vocab_size == actor.vocab_size:
+            continue
+        if name == "reference" or spec.vocab_size < actor.vocab_size:
+            yield (
+                f"roles.{name}.model: {role.model} has a vocabulary of {spec.vocab_size} tokens, the actor's has "
+                f"{actor.vocab_size}: give a model with the actor's tokenizer"
+            )
+
+
+def _data(config: Config) -> Iterator[str]:
+    data = config.data
+    if not data.train:
+        yield "data.train: empty: give at least one parquet file"
+    rows = {"train": 0, "validation": 0}
+    chat = []
+    for split, paths in (("train", data.train), ("validation", data.validation)):
+        for path in paths:
+            try:
+                file = check_files.read_prompt_file(Path(path))
+            except ValueError as error:
+                yield f"data.{split}: {error}"
+                continue
+            rows[split] += file.rows
+            chat += [(split, path)] * file.chat
+    folder = Path(model_folder(config, config.roles.actor))
+    if chat and folder.is_dir() and not check_files.has_chat_template(folder):
+        split, path = chat[0]
+        yield (
+            f"data.{split}: {path}: its prompts are chat messages, and {folder} has no chat template: "
+            "add chat_template.jinja there, or write prompts as strings"
+        )
+    if 0 < rows["train"] < data.prompts_per_step:
+        yield _Warning(
+            f"data.prompts_per_step: {data.prompts_per_step} is more than the {rows['train']} prompts of data.train: "
+            "every step repeats prompts"
+        )
+    if data.validation and 0 < rows["validation"] < data.validation_prompts:
+        yield _Warning(
+            f"data.validation_prompts: {data.validation_prompts} is more than the {rows['validation']} prompts of "
+            "data.validation: all are used"
+        )
+    if config.run.validate_every and not data.validation:
+        yield _Warning(
+            f"run.validate_every: {config.run.validate_every} has no effect without data.validation: name files there"
+        )
+
+
+def _pools(config: Config) -> Iterator[str]:
+    named = {name: role.pool for name, role in megatron_roles(config).items()}
+    rollout = config.roles.rollout.pool
+    for name, pool in {**named, "rollout": rollout}.items():
+        if pool not in config.pools:
+            yield f"roles.{name}.pool: {pool!r} is not a pool: pools are {', '.join(config.pools) or 'none'}"
+    sharing = [name for name, pool in named.items() if pool == rollout]
+    if sharing:
+        yield (
+            f"roles.rollout.pool: {rollout!r} is also the pool of {' and '.join(sharing)}, which is not supported: "
+            "give rollout a pool of its own"
+        )
+    for pool in config.pools:
+        if pool not in (*named.values(), rollout):
+            yield _Warning(f"pools.{pool}: no role uses it: its {config.pools[pool].devices} devices stay idle")
+
+
+def _layouts(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[str]:
+    for name, role in megatron_roles(config).items():
+        spec, pool = specs.get(model_folder(config, role)), config.pools.get(role.pool)
+        prefix = f"roles.{name}"
+        if spec:
+            yield from _under(prefix, legality.megatron_model_problems(spec, role.tp, role.pp), ".")
+        yield from _under(prefix, legality.megatron_size_problems(role.tp, role.sequence_parallel), ".")
+        if pool:
+            shape = (pool.nodes, pool.devices_per_node)
+            yield from _under(prefix, legality.megatron_pool_problems(role.tp, role.pp, *shape), ".")
+            for line in legality.megatron_pool_warnings(role.tp, *shape):
+                yield _Warning(f"{prefix}.{line}")
+            ranks = pool.devices // (role.tp * role.pp)
+            if config.ppo.mini_batch < ranks and name != "reference":
+                yield _Warning(
+                    f"ppo.mini_batch: {config.ppo.mini_batch} responses leave some of the {name}'s {ranks} "
+                    "data-parallel ranks without work: raise it, or tp or pp"
+                )
+    rollout = config.roles.rollout
+    spec, pool = specs.get(model_folder(config, config.roles.actor)), config.pools.get(rollout.pool)
+    if spec:
+        yield from _under("roles.rollout", legality.rollout_model_problems(spec, rollout.tp), ".")
+    if pool:
+        yield from _under("roles.rollout", legality.rollout_pool_problems(rollout.tp, pool.devices_per_node), ".")
+
+
+def _lengths(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[str]:
+    data = config.data
+    longest = data.max_prompt + data.max_response
+    for folder, spec in specs.items():
+        if longest > spec.max_positions:
+            yield (
+                f"data.max_response: {data.max_response} plus max_prompt {data.max_prompt} is more than the "
+                f"{spec.max_positions} positions of {folder}: lower one by {longest - spec.max_positions}"
+            )
+    for name, role in megatron_roles(config).items():
+        if role.micro_batch_tokens < longest:
+            yield (
+                f"roles.{name}.micro_batch_tokens: {role.micro_batch_tokens} does not hold one sequence of "
+                f"{longest} tokens (data.max_prompt + data.max_response): give at least {longest}"
+            )
+
+
+def _reward(config: Config) -> Iterator[str]:
+    reward = config.roles.reward
+    if reward.function is None and not reward.by_source:
+        yield "roles.reward.function: missing: give package.module:name or file.py:name, or fill by_source"
+    if reward.function is not None:
+        yield from _under("roles.reward.function", check_files.reward_problems(reward.function))
+    for source, function in reward.by_source.items():
+        yield from _under(f"roles.reward.by_source.{source}", check_files.reward_problems(function))
+
+
+def _ppo(config: Config) -> Iterator[str]:
+    ppo, rollout = config.ppo, config.roles.rollout
+    responses = config.data.prompts_per_step * rollout.samples_per_prompt
+    if ppo.mini_batch > responses:
+        yield (
+            f"ppo.mini_batch: {ppo.mini_batch} is more than the {responses} responses of a step "
+            f"(data.prompts_per_step * roles.rollout.samples_per_prompt): give at most {responses}"
+        )
+    if rollout.temperature == 0:
+        yield (
+            "roles.rollout.temperature: 0 is greedy, so that there is nothing to learn from: give a number > 0 "
+            "(roles.rollout.validation_temperature may be 0)"
+        )
+    if ppo.kl.in_use and config.roles.reference is None:
+        term = "ppo.kl.in_reward" if ppo.kl.in_reward else "ppo.kl.loss_coef"
+        yield f"roles.reference: missing, but {term} needs it: add it, or switch off in_reward and loss_coef in ppo.kl"
+    if config.roles.reference is not None and not ppo.kl.in_use:
+        yield _Warning("roles.reference: no KL term uses it: leave it out, or set ppo.kl.in_reward or loss_coef")
+    if ppo.kl.target is not None and not ppo.kl.in_reward:
+        yield _Warning("ppo.kl.target: has no effect without ppo.kl.in_reward: leave it out, or set in_reward")
+    if ppo.critic_warmup >= config.run.steps:
+        yield _Warning(
+            f"ppo.critic_warmup: {ppo.critic_warmup} steps are all of run.steps, so that the actor never trains: "
+            "lower it"
+        )
+
+
+def _under(prefix: str, lines: Iterator[str] | Sequence[str], joint: str = ": ") -> Iterator[str]:
+    return (f"{prefix}{joint}{line}" for line in lines)
+
+
+def _shown(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,142 @@
+"""The ``megappo`` command. Each word imports what it needs only when it is used, so that ``check`` is quick."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megappo import __version__
+from megappo.check import Report, check_file, megatron_roles, model_folder
+from megappo.config import Config, describe_config
+
+BAD_INPUT = 2
+"""Exit status where the user's input is at fault, as argparse has it; each error is on standard error."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output, head for instance, has had enough
+        sys.stderr.close()
+        return 141
+
+
+def _check(options: argparse.Namespace) -> int:
+    config, report = check_file(options.config, options.overrides)
+    _print_report(report)
+    if config is None or report.errors:
+        return BAD_INPUT
+    print(layout_table(config))
+    return 0
+
+
+def _train(options: argparse.Namespace) -> int:
+    config, report = check_file(options.config, options.overrides)
+    _print_report(report)
+    if config is None or report.errors:
+        return BAD_INPUT
+    from megappo.trainer import train
+
+    train(config)
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    log = Path(options.run_dir) / "log.jsonl"
+    if not log.is_file():
+        return _refuse(f"{options.run_dir}: has no log.jsonl: give the folder of a run (run.dir)")
+    from megappo.report.html import write_report
+
+    print(write_report(options.run_dir))
+    return 0
+
+
+def _arithmetic(options: argparse.Namespace) -> int:
+    from megappo.data.arithmetic import write_arithmetic
+
+    names = ("train", "validation", "digits", "operations", "seed", "chat", "word_problems")
+    try:
+        paths = write_arithmetic(options.out, **{name: getattr(options, name) for name in names})
+    except (ValueError, OSError) as error:
+        return _refuse(str(error))
+    print(*paths, sep="\n")
+    return 0
+
+
+def _config(options: argparse.Namespace) -> int:
+    for dotted, legal, default, help_text in describe_config():
+        print(f"{dotted}: {default}\n    {help_text} ({legal})")
+    return 0
+
+
+def layout_table(config: Config) -> str:
+    """What would run: a line for each role with its pool, devices, parallel sizes and model."""
+    rows = [("role", "pool", "devices", "tp", "pp", "dp", "model")]
+    for name, role in megatron_roles(config).items():
+        devices = config.pools[role.pool].devices
+        sizes = (devices, role.tp, role.pp, devices // (role.tp * role.pp))
+        rows.append((name, role.pool, *map(str, sizes), model_folder(config, role)))
+    rollout = config.roles.rollout
+    devices = config.pools[rollout.pool].devices
+    sizes = (devices, rollout.tp, 1, devices // rollout.tp)
+    rows.append(("rollout", rollout.pool, *map(str, sizes), model_folder(config, config.roles.actor)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _print_report(report: Report) -> None:
+    for line in report.warnings:
+        print(f"warning: {line}", file=sys.stderr)
+    for line in report.errors:
+        print(f"error: {line}", file=sys.stderr)
+
+
+def _refuse(text: str) -> int:
+    print(f"error: {text}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megappo", description="PPO for language models on Megatron-core and vLLM.")
+    parser.add_argument("--version", action="version", version=f"megappo {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    for name, run, text in (
+        ("train", _train, "train; resumes by itself from the last checkpoint in run.dir"),
+        ("check", _check, "find every mistake in a configuration without starting anything"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("config", metavar="CONFIG", help="YAML file")
+        command.add_argument("overrides", metavar="key=value", nargs="*", help="for instance roles.rollout.tp=2")
+        command.set_defaults(run=run)
+
+    text = "list every configuration key with its default and meaning"
+    commands.add_parser("config", help=text, description=text).set_defaults(run=_config)
+
+    text = "write a run's report, one self-contained HTML page"
+    command = commands.add_parser("report", help=text, description=text)
+    command.add_argument("run_dir", metavar="RUN", help="folder of a run")
+    command.set_defaults(run=_report)
+
+    text = "make or convert prompt files"
+    kinds = commands.add_parser("data", help=text, description=text).add_subparsers(metavar="KIND", required=True)
+    text = "write train.parquet and validation.parquet with arithmetic questions"
+    command = kinds.add_parser(
+        "arithmetic", help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    command.add_argument("out", metavar="OUT", help="folder to write to")
+    command.add_argument("--train", type=int, default=2000, metavar="N", help="training questions")
+    command.add_argument("--validation", type=int, default=200, metavar="N", help="validation questions")
+    command.add_argument("--digits", type=int, default=2, metavar="N", help="digits of every operand")
+    command.add_argument("--operations", default="+", metavar="OPS", help="any of + - *")
+    command.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the choice of questions")
+    command.add_argument("--chat", action="store_true", help="write chat messages instead of plain strings")
+    command.add_argument("--word-problems", action="store_true", help="write one- and two-step word problems")
+    command.set_defaults(run=_arithmetic)
+    return parser
