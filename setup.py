@@ -52,7 +52,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["megappo", "megappo.*"]),
-    package_data={"megappo": ["**/*.yaml", "**/*.json"]},
+    package_data={"megappo": ["**/*.yaml", "**/*.json", "**/*.css"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["megappo=megappo.cli:main"]},
