@@ -20,11 +20,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:  # the reader of our output, head for instance, has had enough
         sys.stderr.close()
         return 141
+    except Exception as error:
+        if not type(error).__module__.startswith("megappo."):
+            raise
+        # Our own exceptions say in words what is wrong; a traceback through this program would only hide it.
+        _print_report(Report(errors=getattr(error, "problems", (str(error),))))
+        return BAD_INPUT if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -77,7 +83,7 @@ def _config(options: argparse.Namespace) -> int:
 
 def layout_table(config: Config) -> str:
     """What would run: a line for each role with its pool, devices, parallel sizes and model."""
-    rows = [("role", "pool", "devices", "tp", "pp", "dp", "model")]
+    rows: list[tuple[str, ...]] = [("role", "pool", "devices", "tp", "pp", "dp", "model")]
     for name, role in megatron_roles(config).items():
         devices = config.pools[role.pool].devices
         sizes = (devices, role.tp, role.pp, devices // (role.tp * role.pp))
