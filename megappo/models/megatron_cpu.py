@@ -187,7 +187,7 @@ def install() -> None:
         return
     if any(name.startswith("megatron.core") for name in sys.modules):
         raise RuntimeError("megatron.core was imported before megappo could prepare it for the CPU")
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     sys.meta_path.insert(0, _Finder())
     compile_ = torch.compile
     # Megatron decorates functions with torch.compile as it is imported; on CPU that only costs start-up time.

@@ -1,0 +1,1 @@
+"""What runs inside one process: Megatron roles, the rollout engine, reward functions."""

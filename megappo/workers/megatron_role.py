@@ -1,0 +1,294 @@
+"""One Megatron role in one process: its model, its process groups and, where it trains, its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+
+from megappo.config import OptimizerConfig
+from megappo.data import batch
+from megappo.layout.mesh import Layout
+from megappo.models.build import build_model
+from megappo.models.process_groups import device, make_process_groups
+from megappo.models.spec import read_model_spec
+from megappo.models.vocab_parallel import token_logprobs
+from megappo.reshard.boxes import Box, megatron_boxes
+from megappo.reshard.files import load_weights
+from megappo.workers.micro_batch import MicroBatch, make_micro_batches
+from megappo.workers.objectives import Objective, Totals
+from megappo.workers.optimizer import make_trainable, set_learning_rate
+
+from megatron.core import dist_checkpointing  # isort: skip (after megappo.models has prepared Megatron for this device)
+from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # isort: skip
+
+
+@dataclass(frozen=True)
+class RoleSettings:
+    """What a role needs to know to build itself.
+
+    Attributes:
+        folder: Hugging Face folder of its weights.
+        layout: its parallel sizes; all ranks of its pool take part.
+        dtype: of weights and activations: "float32" or "bfloat16".
+        micro_batch_tokens: token budget of one forward pass.
+        scalar_head: values or scores instead of logits.
+        optimizer: given if the role trains.
+    """
+
+    folder: str
+    layout: Layout
+    dtype: str
+    micro_batch_tokens: int
+    scalar_head: bool = False
+    optimizer: OptimizerConfig | None = None
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """One optimizer step: this data-parallel rank's rows, and the size of the whole over all ranks."""
+
+    ids: np.ndarray
+    totals: Totals
+
+
+class MegatronRole:
+    """Actor, critic, reference or reward model: all are a GPT that is run over packed micro-batches.
+
+    Every method is collective over the ranks of the role. Per-token results come back from the last pipeline stage's
+    first tensor-parallel rank of each data-parallel rank; the others return ``None``.
+    """
+
+    def __init__(self, settings: RoleSettings) -> None:
+        self.settings = settings
+        self.spec = read_model_spec(settings.folder)
+        self.dtype = getattr(torch, settings.dtype)
+        self.groups = make_process_groups(settings.layout)
+        self.model = build_model(self.spec, settings.layout, self.groups, self.dtype, scalar_head=settings.scalar_head)
+        self.params = {name: param.data for name, param in self.model.named_parameters()}
+        load_weights(settings.folder, self.spec, self.boxes(), self.params, scalar_head=settings.scalar_head)
+        self.trained: Any = self.model
+        self.optimizer: Any = None
+        if settings.optimizer is not None:
+            self.trained, self.optimizer = make_trainable(self.model, self.groups, self.dtype, settings.optimizer)
+            self.params = {name: param.data for name, param in self.model.named_parameters()}  # moved into buffers
+        else:
+            self.model.requires_grad_(False)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the model's output."""
+        return self.groups.pp.rank() == self.groups.pp.size() - 1
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank returns its data-parallel rank's results."""
+        return self.is_last_stage and self.groups.tp.rank() == 0
+
+    def boxes(self) -> list[Box]:
+        """What this rank holds of the model."""
+        return megatron_boxes(
+            self.spec,
+            self.settings.layout,
+            dist.get_rank(),
+            scalar_head=self.settings.scalar_head,
+            fused_norms=torch.cuda.is_available(),
+        )
+
+    # --- scoring -------------------------------------------------------------------------------------------------
+
+    def logprobs(
+        self, rows: pa.Table, *, column: str, temperature: float, with_entropy: bool = False
+    ) -> pa.Table | None:
+        """Log-probability (nats) of each response token, and the entropy of its distribution if asked for.
+
+        Args:
+            rows: this data-parallel rank's rows: ``id``, ``prompt_ids``, ``response_ids``.
+            column: name of the result column.
+
+        Returns:
+            ``id``, ``column`` and, if asked for, ``entropies``, ragged float32; ``None`` on ranks that do not report.
+        """
+
+        def evaluate(output_1tv: torch.Tensor, micro: MicroBatch) -> dict[str, torch.Tensor]:
+            logprobs_n, entropies_n = token_logprobs(
+                output_1tv[0],
+                micro.rows_n,
+                micro.targets_n,
+                vocab_size=self.spec.vocab_size,
+                temperature=temperature,
+                group=self.groups.tp,
+                with_entropy=with_entropy,
+            )
+            return {column: logprobs_n, **({"entropies": entropies_n} if with_entropy else {})}
+
+        return self._score(rows, evaluate)
+
+    def values(self, rows: pa.Table) -> pa.Table | None:
+        """The scalar head's value before each response token: ``id``, ``values`` (ragged float32)."""
+        return self._score(rows, lambda output_1tv, micro: {"values": output_1tv[0, micro.rows_n, 0]})
+
+    def _score(
+        self, rows: pa.Table, evaluate: Callable[[torch.Tensor, MicroBatch], dict[str, torch.Tensor]]
+    ) -> pa.Table | None:
+        micros = self._micro_batches(rows, ())
+        self.model.eval()
+        with torch.no_grad():
+            results = self._pipeline(
+                micros, lambda output, micro: (output.new_zeros(()), evaluate(output, micro)), forward_only=True
+            )
+        if not self.reports:
+            return None
+        tables = [
+            pa.table(
+                {
+                    "id": pa.array(micro.ids, pa.int64()),
+                    **{
+                        name: batch.ragged(values_n.float().cpu().numpy(), micro.lengths_b.cpu().numpy())
+                        for name, values_n in result.items()
+                    },
+                }
+            )
+            for micro, result in zip(micros, results, strict=True)
+        ]
+        return pa.concat_tables(tables).combine_chunks()
+
+    # --- training ------------------------------------------------------------------------------------------------
+
+    def update(
+        self, rows: pa.Table, mini_batches: Sequence[MiniBatch], objective: Objective, learning_rate: float
+    ) -> dict[str, float] | None:
+        """Take one optimizer step per mini-batch.
+
+        Args:
+            rows: this data-parallel rank's rows with the columns that the objective reads.
+            mini_batches: the steps to take, in order.
+            learning_rate: for all of them.
+
+        Returns:
+            Statistics averaged over the mini-batches (over all ranks), with the first mini-batch's ``ppo_kl`` apart;
+            ``None`` on ranks that do not report.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; the weights cannot be used any more.
+        """
+        self.trained.train()
+        set_learning_rate(self.optimizer, learning_rate)
+        history = [self._step(batch.take_ids(rows, mini.ids), mini.totals, objective) for mini in mini_batches]
+        if not self.reports:
+            return None
+        means = {name: float(np.mean([stats[name] for stats in history])) for name in history[0]}
+        if "actor/ppo_kl" in means:
+            means["actor/ppo_kl_first"] = history[0]["actor/ppo_kl"]
+        return means
+
+    def _step(self, rows: pa.Table, totals: Totals, objective: Objective) -> dict[str, float]:
+        micros = self._micro_batches(rows, objective.columns)
+        self.trained.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        results = self._pipeline(
+            micros, lambda output, micro: objective(output, micro, totals, self.groups), forward_only=False
+        )
+        stats = self._sum_over_data_parallel(results) if self.is_last_stage else {}
+        stepped, grad_norm, _ = self.optimizer.step()
+        if not stepped or not np.isfinite(float(grad_norm)):
+            raise FloatingPointError(
+                f"the gradient norm is {float(grad_norm)}: lower the learning rate, or look for broken rewards"
+            )
+        prefix = "critic" if self.settings.scalar_head else "actor"
+        return {**stats, f"{prefix}/grad_norm": float(grad_norm)}
+
+    def _sum_over_data_parallel(self, results: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+        names = sorted(results[0])
+        sums = torch.stack([torch.stack([result[name].float() for result in results]).sum() for name in names])
+        dist.all_reduce(sums, group=self.groups.dp_cp)
+        return dict(zip(names, sums.tolist(), strict=True))
+
+    # --- the pass through the pipeline ---------------------------------------------------------------------------
+
+    def _micro_batches(self, rows: pa.Table, columns: Sequence[str]) -> list[MicroBatch]:
+        config = self.model.config
+        return make_micro_batches(
+            rows,
+            token_budget=self.settings.micro_batch_tokens,
+            multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+            columns=columns,
+            device=device(),
+        )
+
+    def _pipeline(
+        self,
+        micros: list[MicroBatch],
+        evaluate: Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]],
+        *,
+        forward_only: bool,
+    ) -> list[dict[str, torch.Tensor]]:
+        """Run Megatron's schedule; on the last stage, the second results of ``evaluate``, one per micro-batch."""
+
+        def loss(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+            value, result = evaluate(output, micro)
+            # Even without targets the loss must reach every parameter, or gradient synchronisation would wait for it.
+            value = value + 0.0 * output.sum() if micro.rows_n.numel() == 0 else value
+            return value, torch.zeros((), dtype=torch.int, device=output.device), result
+
+        def forward(
+            pending: Iterator[MicroBatch], model: torch.nn.Module
+        ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+            micro = next(pending)
+            output = model(micro.input_ids_1t, micro.position_ids_1t, None, packed_seq_params=micro.packed)
+            return output, partial(loss, micro)
+
+        stages = self.groups.pp.size()
+        run = get_forward_backward_func(pp_size=stages, vp_size=None)
+        return run(
+            forward_step_func=forward,
+            data_iterator=iter(micros),
+            model=self.trained,
+            num_microbatches=len(micros),
+            seq_length=max(micro.num_tokens for micro in micros),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            pg_collection=self.groups,
+            p2p_communicator=P2PCommunicator(self.groups.pp, self.model.config) if stages > 1 else None,
+        )
+
+    # --- checkpoints ---------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> None:
+        """Write weights and optimizer state; any layout can load them."""
+        metadata = self._checkpoint_metadata()
+        dist_checkpointing.save(
+            self._sharded_state(metadata, is_loading=False),
+            str(folder),
+            sharded_strategy=("torch_dist", 1),
+            content_metadata={key: value for key, value in metadata.items() if key != "dp_cp_group"},
+        )
+
+    def load(self, folder: str | Path) -> None:
+        """Read what :meth:`save` wrote, at this or any other layout."""
+        state = dist_checkpointing.load(self._sharded_state(self._checkpoint_metadata(), is_loading=True), str(folder))
+        self.model.load_state_dict(state["model"])
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+
+    def _checkpoint_metadata(self) -> dict[str, Any]:
+        return {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "chained_optim_avoid_prefix": True,
+            "singleton_local_shards": False,
+            "dp_cp_group": self.groups.dp_cp,
+        }
+
+    def _sharded_state(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+        state: dict[str, Any] = {"model": self.model.sharded_state_dict(metadata=metadata)}
+        if self.optimizer is not None:
+            state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+        return state

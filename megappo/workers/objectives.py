@@ -1,0 +1,126 @@
+"""What a training step minimises: the actor's and the critic's loss on one micro-batch, with their statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megappo.config import PPOConfig
+from megappo.models.vocab_parallel import token_logprobs
+from megappo.ppo.kl import kl_estimate
+from megappo.ppo.losses import aggregation_weights, policy_loss, value_loss
+from megappo.workers.micro_batch import MicroBatch
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Size of a whole mini-batch, over all ranks: the divisors of its loss."""
+
+    rows: int
+    tokens: int
+
+
+class Objective(Protocol):
+    """A loss that sums over micro-batches and ranks to the loss of the mini-batch."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Per-token columns of the batch that the loss reads."""
+        ...
+
+    def __call__(
+        self, output_1tv: torch.Tensor, micro: MicroBatch, totals: Totals, groups: ProcessGroupCollection
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """(loss to add up, statistics to add up), all scalars."""
+        ...
+
+
+@dataclass(frozen=True)
+class ActorObjective:
+    """Clipped surrogate, less an entropy bonus, plus a KL loss where configured."""
+
+    ppo: PPOConfig
+    vocab_size: int
+    temperature: float
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        kl = ("ref_logprobs",) if self.ppo.kl.loss_coef else ()
+        return ("logprobs", "advantages", *kl)
+
+    def __call__(
+        self, output_1tv: torch.Tensor, micro: MicroBatch, totals: Totals, groups: ProcessGroupCollection
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        ppo, data = self.ppo, micro.columns
+        logprobs_n, entropies_n = token_logprobs(
+            output_1tv[0],
+            micro.rows_n,
+            micro.targets_n,
+            vocab_size=self.vocab_size,
+            temperature=self.temperature,
+            group=groups.tp,
+            with_entropy=True,
+        )
+        surrogate_n, stats = policy_loss(
+            logprobs_n,
+            data["logprobs"],
+            data["advantages"],
+            clip_low=ppo.clip,
+            clip_high=ppo.clip if ppo.clip_high is None else ppo.clip_high,
+            dual_clip=ppo.dual_clip,
+        )
+        weights_n = _token_weights(micro, totals, ppo.aggregation)
+        loss_n = surrogate_n - ppo.entropy_coef * entropies_n
+        measured = {
+            "actor/pg_loss": surrogate_n,
+            "actor/pg_clipfrac": stats["clipped"],
+            "actor/pg_clipfrac_lower": stats["clipped_lower"],
+            "actor/ppo_kl": stats["approx_kl"],
+            "actor/ratio": stats["ratio"],
+            "actor/entropy": entropies_n,
+        }
+        if ppo.kl.loss_coef:
+            kl_n = kl_estimate(logprobs_n, data["ref_logprobs"], ppo.kl.loss_estimator)
+            loss_n = loss_n + ppo.kl.loss_coef * kl_n
+            measured["actor/kl_loss"] = kl_n
+        return (weights_n * loss_n).sum(), _sums(measured, weights_n)
+
+
+@dataclass(frozen=True)
+class CriticObjective:
+    """Clipped squared error of the values."""
+
+    ppo: PPOConfig
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("values", "returns")
+
+    def __call__(
+        self, output_1tv: torch.Tensor, micro: MicroBatch, totals: Totals, groups: ProcessGroupCollection
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        values_n = output_1tv[0, micro.rows_n, 0]
+        loss_n, stats = value_loss(
+            values_n, micro.columns["values"], micro.columns["returns"], clip=self.ppo.value_clip
+        )
+        weights_n = _token_weights(micro, totals, self.ppo.aggregation)
+        measured = {
+            "critic/vf_loss": loss_n,
+            "critic/vf_clipfrac": stats["clipped"],
+            "critic/vpred_mean": values_n,
+        }
+        return (weights_n * loss_n).sum(), _sums(measured, weights_n)
+
+
+def _token_weights(micro: MicroBatch, totals: Totals, aggregation: str) -> torch.Tensor:
+    weights_b = aggregation_weights(
+        micro.lengths_b, total_rows=totals.rows, total_tokens=totals.tokens, aggregation=aggregation
+    )
+    return weights_b.repeat_interleave(micro.lengths_b)
+
+
+def _sums(measured: dict[str, torch.Tensor], weights_n: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: (weights_n * values_n.detach()).sum() for name, values_n in measured.items()}

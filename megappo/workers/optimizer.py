@@ -1,0 +1,118 @@
+"""Megatron's data parallelism and distributed optimizer for one role, and repairs for runs without Transformer Engine.
+
+Without Transformer Engine or Apex, Megatron-core 0.16.1 falls back to torch's AdamW and mishandles its per-parameter
+``step``, on any device; :func:`_repair_torch_adam` mends that. The CPU has nothing to do with it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import distrib_optimizer, get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megappo.config import OptimizerConfig
+
+
+def make_trainable(
+    model: GPTModel, groups: ProcessGroupCollection, dtype: torch.dtype, settings: OptimizerConfig
+) -> tuple[DistributedDataParallel, Any]:
+    """Wrap a model, whose weights are loaded, for training.
+
+    Returns:
+        (the wrapped model, Megatron's distributed optimizer). Gradients are summed over data-parallel ranks in float32
+        and never divided: the loss already holds its weights.
+    """
+    _repair_torch_adam()
+    wrapped = DistributedDataParallel(
+        config=model.config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=True,
+            check_for_nan_in_grad=False,
+        ),
+        module=model,
+        pg_collection=groups,
+    )
+    config = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=0.0,  # set before every step
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.grad_clip,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+    optimizer = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False, pg_collection=groups)
+    for group in optimizer.param_groups:
+        # Megatron applies this only through its own scheduler; without it, norms and biases would decay too.
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+    _allocate_state(optimizer)
+    model.config.grad_scale_func = optimizer.scale_loss
+    model.config.finalize_model_grads_func = partial(_finalize, groups=groups)
+    return wrapped, optimizer
+
+
+def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
+    """Use this learning rate from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group["lr_mult"]
+
+
+def _finalize(models: list[Any], num_tokens: Any = None, *, groups: ProcessGroupCollection, **_: Any) -> None:
+    # The token count that Megatron would divide by is left out: see make_trainable.
+    finalize_model_grads(models, None, pg_collection=groups)
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _allocate_state(optimizer: Any) -> None:
+    """Create Adam's moments now: a state dict taken before the first step is refused otherwise."""
+    for part in _parts(optimizer):
+        if not isinstance(part.optimizer, torch.optim.AdamW):
+            continue
+        for group in part.optimizer.param_groups:
+            for param in group["params"]:
+                if not part.optimizer.state[param]:
+                    part.optimizer.state[param] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(param.data),
+                        "exp_avg_sq": torch.zeros_like(param.data),
+                    }
+
+
+def _repair_torch_adam() -> None:
+    """Make checkpoints of a distributed optimizer over torch's AdamW load, and load rightly. Repeatable."""
+    cls = distrib_optimizer.DistributedOptimizer
+    if distrib_optimizer.HAVE_APEX_OR_TE or getattr(cls, "_megappo_repaired", False):
+        return
+    set_states, load = cls._set_main_param_and_optimizer_states, cls.load_state_dict
+
+    @torch.no_grad()
+    def set_states_keeping_step(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        # Reshardable checkpoints do not carry the step, which this would look up; load_state_dict has restored it.
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        set_states(self, model_param, {**tensors, **({"step": state["step"]} if "step" in state else {})})
+
+    def load_with_own_steps(self: Any, state_dict: dict[str, Any]) -> None:
+        load(self, state_dict)
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                # Megatron gives all parameters one step tensor, which torch then increments once per parameter.
+                state["step"] = state["step"].clone()
+
+    cls._set_main_param_and_optimizer_states = set_states_keeping_step
+    cls.load_state_dict = load_with_own_steps
+    cls._megappo_repaired = True

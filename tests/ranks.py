@@ -1,0 +1,78 @@
+"""Run a function on N real ranks: processes forked from a server that has Megatron imported, joined by gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["preload"])
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(world: int, target: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+    """Call ``target(*args)`` on every rank; the results by rank. The first failure ends all, with its traceback."""
+    port, pipes, processes = free_port(), [], []
+    for rank in range(world):
+        ours, theirs = _context.Pipe(duplex=False)
+        process = _context.Process(target=_rank, args=(rank, world, port, theirs, target, args), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    try:
+        while len(results) < world:
+            ready = wait([p for r, p in enumerate(pipes) if r not in results], max(deadline - time.monotonic(), 0))
+            if not ready:
+                raise TimeoutError(f"ranks {sorted(set(range(world)) - results.keys())} did not finish in {timeout_s} s")
+            for pipe in ready:
+                rank = pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    ok, value = pipes[rank].recv()
+                except EOFError:
+                    raise AssertionError(f"rank {rank} died") from None
+                if not ok:
+                    raise AssertionError(f"rank {rank} of {world}:\n{value}")
+                results[rank] = value
+    finally:
+        for process in processes:
+            process.join(0 if len(results) < world else 10)
+            if process.is_alive():
+                process.kill()
+    return [results[rank] for rank in range(world)]
+
+
+def _rank(rank: int, world: int, port: int, pipe: Connection, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        import torch.distributed as dist
+
+        from megappo.models.process_groups import init_world, seed_dropout
+
+        init_world(rank, world, "127.0.0.1", port, timeout_s=60)
+        seed_dropout(1)
+        pipe.send((True, target(*args)))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+        sys.exit(1)
