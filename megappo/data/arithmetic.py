@@ -77,8 +77,10 @@ def write_arithmetic(
     Raises:
         ValueError: an impossible option, or more questions asked for than there are distinct ones.
     """
-    if train < 1 or validation < 1 or digits < 1:
-        raise ValueError(f"train={train}, validation={validation}, digits={digits}: each must be at least 1")
+    if train < 1 or validation < 1:
+        raise ValueError(f"train={train}, validation={validation}: each must be at least 1")
+    if not 1 <= digits <= 9:
+        raise ValueError(f"digits is {digits}; it must be from 1 to 9")
     if not operations or set(operations) - set("+-*"):
         raise ValueError(f"operations is {operations!r}; it must be made of +, - and *")
     rng = random.Random(seed)
