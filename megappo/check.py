@@ -10,6 +10,7 @@ from pathlib import Path
 from megappo import check_files
 from megappo.config import Config, ConfigError, MegatronRoleConfig, load_config
 from megappo.layout import legality
+from megappo.models.parameters import vllm_vocabulary
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
 
 FIXED_ON_RESUME = (
@@ -195,7 +196,7 @@ def _pools(config: Config) -> Iterator[str]:
         )
     for pool in config.pools:
         if pool not in (*named.values(), rollout):
-            yield _Warning(f"pools.{pool}: no role uses it: its {config.pools[pool].devices} devices stay idle")
+            yield _Warning(f"pools.{pool}: no role uses it: leave it out, or name it as a role's pool")
 
 
 def _layouts(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[str]:
@@ -219,7 +220,8 @@ def _layouts(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[str]:
     rollout = config.roles.rollout
     spec, pool = specs.get(model_folder(config, config.roles.actor)), config.pools.get(rollout.pool)
     if spec:
-        yield from _under("roles.rollout", legality.rollout_model_problems(spec, rollout.tp), ".")
+        vocabulary = vllm_vocabulary(spec.vocab_size)
+        yield from _under("roles.rollout", legality.rollout_model_problems(spec, vocabulary, rollout.tp), ".")
     if pool:
         yield from _under("roles.rollout", legality.rollout_pool_problems(rollout.tp, pool.devices_per_node), ".")
 
@@ -247,6 +249,14 @@ def _reward(config: Config) -> Iterator[str]:
         yield "roles.reward.function: missing: give package.module:name or file.py:name, or fill by_source"
     if reward.function is not None:
         yield from _under("roles.reward.function", check_files.reward_problems(reward.function))
+    elif reward.by_source:
+        known = ", ".join(reward.by_source)
+        for path in (*config.data.train, *config.data.validation):
+            for source in sorted(check_files.data_sources(Path(path)) - set(reward.by_source)):
+                yield (
+                    f"roles.reward.by_source: has no function for data_source {source!r} of {path}, only for {known}: "
+                    "add one, or give roles.reward.function for all others"
+                )
     for source, function in reward.by_source.items():
         yield from _under(f"roles.reward.by_source.{source}", check_files.reward_problems(function))
 

@@ -146,6 +146,17 @@ def read_prompt_file(path: Path) -> PromptFile:
     return PromptFile(rows, chat=pa.types.is_list(prompt) or pa.types.is_large_list(prompt))
 
 
+def data_sources(path: Path) -> set[str]:
+    """The values of a prompt file's ``data_source`` column; none if the file cannot be read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return set(pq.read_table(path, columns=["data_source"])["data_source"].unique().to_pylist())
+    except (pa.ArrowException, OSError, KeyError):
+        return set()
+
+
 # ---- Reward functions ----------------------------------------------------------------------------------------------
 
 
@@ -154,8 +165,8 @@ def reward_problems(function: str) -> Iterator[str]:
     target, _, name = function.partition(":")
     name = name or "compute_score"
     if target.endswith(".py") or os.sep in target:
-        path: Path | None = Path(target)
-        if not Path(target).is_file():
+        path: Path | None = Path(target).expanduser()
+        if not Path(target).expanduser().is_file():
             yield f"{function}: there is no file {target}: give file.py:name or package.module:name"
             return
     else:

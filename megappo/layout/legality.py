@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-VLLM_VOCAB_MULTIPLE = 64
-"""vLLM pads the vocabulary to this many rows and then splits it evenly over tensor parallel ranks."""
-
 
 class ModelSizes(Protocol):
     """The sizes of a model that layouts depend on; :class:`~megappo.models.spec.ModelSpec` has them."""
@@ -23,8 +20,6 @@ class ModelSizes(Protocol):
     def num_kv_heads(self) -> int: ...
     @property
     def ffn_hidden_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
 
 
 def divisors(number: int) -> list[int]:
@@ -37,9 +32,9 @@ def megatron_tp(model: ModelSizes) -> list[int]:
     return [tp for tp in divisors(model.num_heads) if not list(_megatron_tp(model, tp))]
 
 
-def rollout_tp(model: ModelSizes) -> list[int]:
+def rollout_tp(model: ModelSizes, vocabulary: int) -> list[int]:
     """Tensor parallel sizes that a vLLM engine can have, ascending (the pool set aside)."""
-    return [tp for tp in divisors(model.num_heads) if not list(_rollout_tp(model, tp))]
+    return [tp for tp in divisors(model.num_heads) if not list(_rollout_tp(model, vocabulary, tp))]
 
 
 def megatron_model_problems(model: ModelSizes, tp: int, pp: int) -> Iterator[str]:
@@ -79,11 +74,14 @@ def megatron_pool_warnings(tp: int, nodes: int, devices_per_node: int) -> Iterat
         )
 
 
-def rollout_model_problems(model: ModelSizes, tp: int) -> Iterator[str]:
-    """What keeps a vLLM engine from splitting a model over ``tp`` devices. It replicates key/value heads."""
-    reasons = list(_rollout_tp(model, tp))
+def rollout_model_problems(model: ModelSizes, vocabulary: int, tp: int) -> Iterator[str]:
+    """What keeps a vLLM engine from splitting a model over ``tp`` devices.
+
+    ``vocabulary`` counts rows as vLLM pads them, which it then splits evenly. It replicates key/value heads.
+    """
+    reasons = list(_rollout_tp(model, vocabulary, tp))
     if reasons:
-        yield f"tp: {tp} {' and '.join(reasons)}: legal are {_listed(rollout_tp(model))}"
+        yield f"tp: {tp} {' and '.join(reasons)}: legal are {_listed(rollout_tp(model, vocabulary))}"
 
 
 def rollout_pool_problems(tp: int, devices_per_node: int) -> Iterator[str]:
@@ -103,19 +101,18 @@ def rollout_pool_problems(tp: int, devices_per_node: int) -> Iterator[str]:
 def _megatron_tp(model: ModelSizes, tp: int) -> Iterator[str]:
     yield from _not_dividing(tp, model.num_heads, "attention heads")
     if tp > model.num_kv_heads:
-        yield f"is more than {_count(model.num_kv_heads, 'key/value head')}, which training does not replicate"
+        yield f"is more than {_count(model.num_kv_heads, 'key/value head')} (training does not replicate them)"
     else:
         yield from _not_dividing(tp, model.num_kv_heads, "key/value heads")
     yield from _not_dividing(tp, model.ffn_hidden_size, "MLP columns")
 
 
-def _rollout_tp(model: ModelSizes, tp: int) -> Iterator[str]:
+def _rollout_tp(model: ModelSizes, vocabulary: int, tp: int) -> Iterator[str]:
     yield from _not_dividing(tp, model.num_heads, "attention heads")
     if model.num_kv_heads % tp and tp % model.num_kv_heads:
         yield f"neither divides nor is a multiple of {model.num_kv_heads} key/value heads"
     yield from _not_dividing(tp, model.ffn_hidden_size, "MLP columns")
-    padded = -(-model.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
-    yield from _not_dividing(tp, padded, "padded vocabulary rows")
+    yield from _not_dividing(tp, vocabulary, "padded vocabulary rows")
 
 
 def _not_dividing(tp: int, size: int, what: str) -> Iterator[str]:

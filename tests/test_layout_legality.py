@@ -1,0 +1,114 @@
+"""Legal layouts of models and pools, and the words of what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from megappo.layout import legality
+
+
+@dataclass(frozen=True)
+class Sizes:
+    num_layers: int = 4
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    ffn_hidden_size: int = 256
+
+
+SMOLLM2 = Sizes(num_layers=30, num_heads=9, num_kv_heads=3, ffn_hidden_size=1536)
+QWEN_05B = Sizes(num_layers=24, num_heads=14, num_kv_heads=2, ffn_hidden_size=4864)
+
+
+def test_legal_sizes() -> None:
+    assert legality.megatron_tp(Sizes()) == [1, 2, 4]
+    assert legality.megatron_tp(SMOLLM2) == [1, 3]
+    assert legality.megatron_tp(QWEN_05B) == [1, 2]
+    assert legality.megatron_tp(Sizes(num_heads=8, num_kv_heads=8, ffn_hidden_size=12)) == [1, 2, 4]
+    # vLLM replicates key/value heads: 8 ranks may share 4. 7 ranks can share neither 2 heads nor 151,936 rows.
+    assert legality.rollout_tp(Sizes(), 512) == [1, 2, 4, 8]
+    assert legality.rollout_tp(QWEN_05B, 151936) == [1, 2]
+    assert legality.rollout_tp(SMOLLM2, 49152) == [1, 3]
+    assert legality.rollout_tp(SMOLLM2, 49216) == [1]
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "pp", "messages"),
+    [
+        (Sizes(), 4, 4, []),
+        (Sizes(), 2, 3, []),  # stages may be uneven
+        (SMOLLM2, 3, 7, []),
+        (SMOLLM2, 2, 1, ["tp: 2 does not divide 9 attention heads and does not divide 3 key/value heads: "
+                         "legal are 1, 3"]),
+        (SMOLLM2, 9, 1, ["tp: 9 is more than 3 key/value heads (training does not replicate them) and does not divide "
+                         "1536 MLP columns: legal are 1, 3"]),
+        (Sizes(), 8, 1, ["tp: 8 is more than 4 key/value heads (training does not replicate them): "
+                         "legal are 1, 2, 4"]),
+        (Sizes(num_kv_heads=1), 2, 1, ["tp: 2 is more than 1 key/value head (training does not replicate them): "
+                                       "legal are 1"]),
+        (Sizes(num_kv_heads=8, ffn_hidden_size=12), 8, 1, ["tp: 8 does not divide 12 MLP columns: legal are 1, 2, 4"]),
+        (Sizes(), 1, 5, ["pp: 5 stages cannot share 4 layers: legal are 1 to 4"]),
+        (Sizes(), 3, 9, ["tp: 3 does not divide 8 attention heads and does not divide 4 key/value heads and does not "
+                         "divide 256 MLP columns: legal are 1, 2, 4",
+                         "pp: 9 stages cannot share 4 layers: legal are 1 to 4"]),
+    ],
+)  # fmt: skip
+def test_megatron_model(model: Sizes, tp: int, pp: int, messages: list[str]) -> None:
+    assert list(legality.megatron_model_problems(model, tp, pp)) == messages
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "nodes", "per_node", "messages"),
+    [
+        (2, 2, 1, 4, []),
+        (2, 1, 1, 8, []),
+        (4, 2, 2, 4, []),
+        (2, 2, 1, 6, ["tp: 2 times pp 2 does not divide the 6 devices of the pool: legal tp * pp are 1, 2, 3, 6"]),
+        (2, 1, 1, 1, ["tp: 2 times pp 1 does not divide the 1 device of the pool: legal tp * pp are 1"]),
+        (4, 4, 2, 4, ["tp: 4 times pp 4 does not divide the 8 devices of the pool: legal tp * pp are 1, 2, 4, 8"]),
+    ],
+)  # fmt: skip
+def test_megatron_pool(tp: int, pp: int, nodes: int, per_node: int, messages: list[str]) -> None:
+    assert list(legality.megatron_pool_problems(tp, pp, nodes, per_node)) == messages
+
+
+def test_sequence_parallel() -> None:
+    assert list(legality.megatron_size_problems(2, True)) == []
+    assert list(legality.megatron_size_problems(1, False)) == []
+    assert list(legality.megatron_size_problems(1, True)) == [
+        "sequence_parallel: true needs tp > 1: set it to false, or raise tp"
+    ]
+
+
+def test_tensor_parallel_across_nodes_is_a_warning() -> None:
+    assert list(legality.megatron_pool_warnings(4, nodes=2, devices_per_node=4)) == []
+    assert list(legality.megatron_pool_warnings(8, nodes=1, devices_per_node=4)) == [], "an error of its own"
+    assert list(legality.megatron_pool_warnings(8, nodes=2, devices_per_node=4)) == [
+        "tp: 8 does not divide the 4 devices of a node, so tensor parallel groups cross nodes, which is slow: "
+        "sizes within a node are 1, 2, 4"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "tp", "messages"),
+    [
+        (Sizes(), 512, 8, []),
+        (Sizes(num_heads=12, num_kv_heads=4, ffn_hidden_size=12), 192, 6,
+         ["tp: 6 neither divides nor is a multiple of 4 key/value heads: legal are 1, 2, 4, 12"]),
+        (SMOLLM2, 49216, 3, ["tp: 3 does not divide 49216 padded vocabulary rows: legal are 1"]),
+        (QWEN_05B, 151936, 4, ["tp: 4 does not divide 14 attention heads: legal are 1, 2"]),
+    ],
+)  # fmt: skip
+def test_rollout_model(model: Sizes, rows: int, tp: int, messages: list[str]) -> None:
+    assert list(legality.rollout_model_problems(model, rows, tp)) == messages
+
+
+def test_rollout_pool() -> None:
+    assert list(legality.rollout_pool_problems(2, 4)) == []
+    assert list(legality.rollout_pool_problems(2, 3)) == [
+        "tp: engines of 2 devices do not fill a node of 3: legal are 1, 3"
+    ]
+    assert list(legality.rollout_pool_problems(8, 4)) == [
+        "tp: an engine of 8 devices does not fit in a node of 4: legal are 1, 2, 4"
+    ]
