@@ -54,7 +54,11 @@ def transformer_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> T
         variable_seq_lengths=True,  # micro-batches are cut by a token budget, so their lengths differ
         moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, even without experts
         calculate_per_token_loss=True,  # gradients are summed, never averaged: our weights already hold the divisor
-        perform_initialization=False,  # weights are always loaded
+        # Megatron marks weights as split while it initialises them, and gradient norms need the marks; the values
+        # themselves are loaded later, so nothing is drawn.
+        perform_initialization=True,
+        init_method=_leave,
+        output_layer_init_method=_leave,
         use_cpu_initialization=not on_cuda,
         bias_activation_fusion=on_cuda,
         bias_dropout_fusion=on_cuda,
@@ -66,6 +70,10 @@ def transformer_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> T
         batch_p2p_comm=True,
         deallocate_pipeline_outputs=True,
     )
+
+
+def _leave(weight: torch.Tensor) -> None:
+    """Initialise nothing."""
 
 
 def build_model(

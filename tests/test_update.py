@@ -1,0 +1,161 @@
+"""One PPO update gives the same loss and weights at every layout, and the gradient that plain torch gives."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import make_model, random_rows
+
+from megappo.config import KLConfig, OptimizerConfig, PPOConfig
+from megappo.data import batch
+from megappo.layout.mesh import Layout
+
+LAYOUTS = [
+    Layout(tp=2),
+    Layout(pp=2),
+    Layout(dp=2),
+    Layout(tp=2, sequence_parallel=True),
+    Layout(tp=2, pp=2),
+    Layout(tp=2, pp=2, dp=2),
+    Layout(tp=2, pp=2, dp=2, sequence_parallel=True),
+]
+ROWS = random_rows(11)  # an odd number: shards and mini-batches come out uneven
+PPO = PPOConfig(
+    mini_batch=7,
+    actor_lr=1e-3,
+    critic_lr=1e-3,
+    entropy_coef=0.01,
+    aggregation="seq_mean_token_mean",
+    kl=KLConfig(loss_coef=0.05),
+    optimizer=OptimizerConfig(eps=1e-4, weight_decay=0.1, grad_clip=0.5),
+)
+
+
+def update(folder: str, layout: Layout, critic: bool, ppo: PPOConfig, budget: int) -> tuple[Any, list[Any]]:
+    """Two mini-batches; the reported statistics, and what this rank holds of the model afterwards."""
+    import torch.distributed as dist
+
+    from megappo.ppo.balance import balanced_partition, mini_batches
+    from megappo.reshard.files import block
+    from megappo.workers.megatron_role import MegatronRole, MiniBatch, RoleSettings
+    from megappo.workers.objectives import ActorObjective, CriticObjective, Totals
+
+    role = MegatronRole(RoleSettings(folder, layout, "float32", budget, critic, ppo.optimizer))
+    dp_rank = layout.coordinates(dist.get_rank())["dp"]
+    ids, lengths = batch.column(ROWS, "id"), batch.lengths(ROWS, "response_ids")
+    steps = []
+    for rows in mini_batches(ROWS.num_rows, ppo.mini_batch):
+        share = balanced_partition(lengths[rows].tolist(), layout.dp)[dp_rank]
+        steps.append(MiniBatch(ids[np.array(rows)[share]], Totals(len(rows), int(lengths[rows].sum()))))
+    objective = CriticObjective(ppo) if critic else ActorObjective(ppo, role.spec.vocab_size, 0.8)
+    stats = role.update(ROWS, steps, objective, 1e-3)
+    held = [(b.name, b.offset, role.params[b.param][block(b.local_offset, b.size)].numpy()) for b in role.boxes()]
+    return stats, held
+
+
+def gathered(results: list[tuple[Any, list[Any]]]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Statistics (equal wherever reported) and full weights (equal on replicas)."""
+    reports = [stats for stats, _ in results if stats is not None]
+    assert all(report == reports[0] for report in reports)
+    weights: dict[str, np.ndarray] = {}
+    pieces: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
+    for _, held in results:
+        for name, offset, values in held:
+            if (name, offset) in pieces:
+                np.testing.assert_array_equal(pieces[name, offset], values)
+            pieces[name, offset] = values
+    for name in {name for name, _ in pieces}:
+        parts = {offset: values for (n, offset), values in pieces.items() if n == name}
+        shape = tuple(np.max([np.add(offset, values.shape) for offset, values in parts.items()], axis=0))
+        weights[name] = np.full(shape, np.nan, np.float32)
+        for offset, values in parts.items():
+            weights[name][tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))] = values
+        assert not np.isnan(weights[name]).any()
+    return reports[0], weights
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
+    out = {tied: make_model(tmp_path_factory.mktemp("model"), tie_word_embeddings=tied) for tied in (False, True)}
+    return {tied: str(folder) for tied, folder in out.items()}
+
+
+@cache
+def one_rank(folder: str, critic: bool, ppo: PPOConfig = PPO) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    return gathered(run_ranks(1, update, folder, Layout(), critic, ppo, 64))
+
+
+def assert_same(a: tuple[dict[str, float], dict[str, np.ndarray]], b: tuple[Any, Any]) -> None:
+    assert a[0].keys() == b[0].keys()
+    for name in a[0]:
+        assert a[0][name] == pytest.approx(b[0][name], abs=1e-6, rel=2e-6), name
+    for name in a[1]:
+        np.testing.assert_allclose(a[1][name], b[1][name], atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.describe)
+@pytest.mark.parametrize("role", ["actor", "actor-tied", "critic"])
+def test_update_equals_one_rank(folders: dict[bool, str], role: str, layout: Layout) -> None:
+    folder, critic = folders[role == "actor-tied"], role == "critic"
+    assert_same(gathered(run_ranks(layout.world, update, folder, layout, critic, PPO, 64)), one_rank(folder, critic))
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"])
+def test_gradient_does_not_depend_on_the_token_budget(folders: dict[bool, str], aggregation: str) -> None:
+    from dataclasses import replace
+
+    ppo = replace(PPO, aggregation=aggregation)
+    expected = one_rank(folders[False], False, ppo)
+    for budget in (23, 1000):
+        assert_same(gathered(run_ranks(1, update, folders[False], Layout(), False, ppo, budget)), expected)
+
+
+def test_actor_loss_and_gradient_norm_equal_plain_torch(folders: dict[bool, str]) -> None:
+    """The first mini-batch's loss, written out with transformers' model, one row at a time, without packing."""
+    from transformers import AutoModelForCausalLM
+
+    from megappo.ppo.balance import mini_batches
+
+    folder = folders[False]
+    stats = run_ranks(1, first_step, folder)[0]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = mini_batches(ROWS.num_rows, PPO.mini_batch)[0]
+    columns = {name: batch.split_rows(ROWS, name) for name in ROWS.column_names if name != "id"}
+    total, surrogate = torch.zeros(()), 0.0
+    for row in rows:
+        prompt, response = (torch.tensor(columns[name][row]).long() for name in ("prompt_ids", "response_ids"))
+        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / 0.8
+        distribution = torch.distributions.Categorical(logits=logits)
+        logprobs = distribution.log_prob(response)
+        old, ref, advantage = (torch.tensor(columns[k][row]) for k in ("logprobs", "ref_logprobs", "advantages"))
+        ratio = torch.exp(logprobs - old)
+        gain = torch.minimum(ratio * advantage, ratio.clip(0.8, 1.2) * advantage)
+        gain = torch.where(advantage < 0, torch.maximum(gain, 3.0 * advantage), gain)
+        kl = torch.exp(ref - logprobs) - (ref - logprobs) - 1
+        loss = -gain - 0.01 * distribution.entropy() + 0.05 * kl
+        total = total + loss.mean() / len(rows)
+        surrogate += -gain.mean().item() / len(rows)
+    total.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
+    assert stats["actor/pg_loss"] == pytest.approx(surrogate, abs=1e-6)
+    assert stats["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def first_step(folder: str) -> dict[str, float]:
+    from megappo.ppo.balance import mini_batches
+    from megappo.workers.megatron_role import MegatronRole, MiniBatch, RoleSettings
+    from megappo.workers.objectives import ActorObjective, Totals
+
+    role = MegatronRole(RoleSettings(folder, Layout(), "float32", 64, False, PPO.optimizer))
+    rows = mini_batches(ROWS.num_rows, PPO.mini_batch)[0]
+    totals = Totals(len(rows), int(batch.lengths(ROWS, "response_ids")[rows].sum()))
+    mini = MiniBatch(batch.column(ROWS, "id")[rows], totals)
+    stats = role.update(ROWS, [mini], ActorObjective(PPO, role.spec.vocab_size, 0.8), 1e-3)
+    assert stats is not None
+    return stats
