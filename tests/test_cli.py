@@ -1,0 +1,134 @@
+"""The ``megappo`` command, looked at from outside where that matters."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow.parquet as pq
+import pytest
+from small_project import Project, make_project
+
+from megappo.check import Report
+from megappo.cli import main
+from megappo.config import Config, load_config
+from megappo.models.spec import ModelError
+
+HEAVY = ("torch", "ray", "vllm", "transformers", "megatron", "tensorboard")
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    monkeypatch.chdir(tmp_path)
+    return make_project(tmp_path)
+
+
+def command(folder: Path, *arguments: str, flags: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    package = Path(__file__).resolve().parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(package)}
+    line = [sys.executable, *flags, "-m", "megappo", *arguments]
+    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+TABLE = """\
+role       pool   devices  tp  pp  dp  model
+actor      train  4        2   2   1   model
+critic     value  2        1   2   1   model
+reference  value  2        2   1   1   model
+rollout    serve  2        1   1   2   model
+"""
+
+
+def test_command_check(project: Project) -> None:
+    done = command(project.folder, "check", "config.yaml")
+    assert (done.returncode, done.stdout, done.stderr) == (0, TABLE, "")
+
+
+def test_command_check_is_quick_and_imports_nothing_heavy(project: Project) -> None:
+    command(project.folder, "check", "config.yaml")  # the first call may compile
+    start = time.perf_counter()
+    assert command(project.folder, "check", "config.yaml").returncode == 0
+    assert time.perf_counter() - start < 2
+    done = command(project.folder, "check", "config.yaml", flags=["-X", "importtime"])
+    imported = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line}
+    assert {"megappo", "yaml", "pyarrow"} <= imported, "the list of imports is what it should be"
+    assert imported.isdisjoint(HEAVY)
+
+
+def test_check_imports_nothing_heavy_with_a_tracker(project: Project) -> None:
+    code = (
+        "import sys; from megappo.cli import main; status = main(['check', 'config.yaml', "
+        f"'run.trackers=[tensorboard]']); print(status, sorted(set(sys.modules) & set({HEAVY!r})))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 []"
+
+
+@pytest.mark.parametrize("word", ["check", "train"])
+def test_command_refuses(project: Project, word: str) -> None:
+    arguments = (word, "config.yaml", "roles.rollout.tp=3", "pools.extra.devices_per_node=1", "ppo.mini_batch=99")
+    done = command(project.folder, *arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "warning: pools.extra: no role uses it: leave it out, or name it as a role's pool",
+        "error: roles.rollout.tp: 3 does not divide 8 attention heads and neither divides nor is a multiple of "
+        "4 key/value heads and does not divide 128 padded vocabulary rows: legal are 1, 2, 4, 8",
+        "error: roles.rollout.tp: an engine of 3 devices does not fit in a node of 2: legal are 1, 2",
+        "error: ppo.mini_batch: 99 is more than the 32 responses of a step (data.prompts_per_step * "
+        "roles.rollout.samples_per_prompt): give at most 32",
+    ]
+
+
+def test_command_train_passes_the_configuration_on(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = []
+    monkeypatch.setitem(sys.modules, "megappo.trainer", SimpleNamespace(train=trained.append))
+    assert main(["train", "config.yaml", "run.steps=7"]) == 0
+    assert trained == [load_config("config.yaml", ["run.steps=7"])]
+
+
+def test_command_shows_our_own_errors_without_a_traceback(
+    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raising(error: Exception) -> None:
+        def train(config: Config) -> None:
+            raise error
+
+        monkeypatch.setitem(sys.modules, "megappo.trainer", SimpleNamespace(train=train))
+
+    raising(ModelError(["one", "two"]))
+    assert main(["train", "config.yaml"]) == 2
+    assert capsys.readouterr().err == "error: one\nerror: two\n"
+    raising(KeyError("a fault of the program"))
+    with pytest.raises(KeyError):
+        main(["train", "config.yaml"])
+
+
+def test_command_config_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config"]) == 0
+    assert "run.steps: required\n    training steps in all (an integer >= 1)\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert re.fullmatch(r"megappo \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_command_data_arithmetic(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "arithmetic", "out", "--train", "30", "--validation", "7", "--seed", "3"]) == 0
+    assert capsys.readouterr().out == "out/train.parquet\nout/validation.parquet\n"
+    assert pq.read_metadata("out/train.parquet").num_rows == 30
+    assert project.report("data.train=out/train.parquet", "data.validation=out/validation.parquet") == Report()
+    assert main(["data", "arithmetic", "out", "--train", "0"]) == 2
+    assert capsys.readouterr().err.startswith("error: train=0, ")
+
+
+def test_command_report_of_no_run(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "run"]) == 2
+    assert capsys.readouterr().err == "error: run: has no log.jsonl: give the folder of a run (run.dir)\n"
