@@ -1,7 +1,8 @@
 """Processes that score samples under a time limit, each sample exactly once, whatever a reward function does.
 
-A process pool of a library cannot say which sample of a chunk a process died at, nor survive the death of an idle
-process; here every worker has a channel of its own, and nothing (no lock, no queue) is shared that a kill could break.
+Every worker has a channel of its own and answers sample by sample. So it is known which sample a process died at, the
+rest of its chunk need not run twice, and nothing (no lock, no queue) is shared that a kill could leave broken; the
+general process pools offer none of the three.
 """
 
 from __future__ import annotations
