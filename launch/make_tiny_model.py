@@ -15,12 +15,14 @@ import argparse
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 CHARACTERS = "0123456789+-*=? abcdefghijklmnopqrstuvwxyz\n.#,:"
@@ -130,7 +132,7 @@ def warm_start(
     return args.steps, accuracy
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the model folder to make")
     parser.add_argument("--data", type=Path, required=True, help="folder with train.parquet and validation.parquet")
@@ -140,8 +142,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--verbose", action="store_true", help="print the learning curve")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
 
+    logging.disable_progress_bar()
     torch.set_num_threads(1)  # the model is too small for more, and results then do not depend on the core count
     torch.manual_seed(args.seed)
     started = time.monotonic()
@@ -156,7 +159,7 @@ def main() -> None:
     tokenizer.save_pretrained(args.out)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     validation = greedy_accuracy(model, tokenizer, read_pairs(args.data / "validation.parquet"))
-    print(f"{args.out}: {parameters / 1e6:.2f} M parameters, {steps} supervised steps in {seconds:.0f} s;", end=" ")
+    print(f"tiny model: {parameters / 1e6:.2f} M parameters, {steps} supervised steps in {seconds:.0f} s;", end=" ")
     print(f"greedy accuracy {held_back:.1%} on questions held back, {validation:.1%} on validation")
 
 

@@ -142,12 +142,12 @@ def _scale(xs: Sequence[float], ys: Sequence[float], pad_x: bool = True) -> _Sca
 
 def _axes(scale: _Scale) -> str:
     out = []
-    for value in ticks(scale.y_low, scale.y_high, 4):
+    for value in ticks(scale.y_low, scale.y_high, 5):
         y = scale.y(value)
         out.append(f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         out.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
     for value in ticks(scale.x_low, scale.x_high, 6):
-        if value == round(value):  # there is no half step
+        if value >= 0 and value == round(value):  # there is no half step
             x = scale.x(value)
             out.append(f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 7}" text-anchor="middle">{number(value)}</text>')
     base = HEIGHT - BOTTOM

@@ -1,0 +1,118 @@
+"""The scripts under launch/: they parse, set-up is quick when nothing changed, and the tiny model is what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = [ROOT / "launch" / name for name in ("setup.sh", "test.sh", "quickstart.sh")] + [ROOT / ".ci" / "run"]
+
+
+def bash(*arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MEGAPPO_")}
+    return subprocess.run(
+        ["bash", *map(str, arguments)], env={**clean, **env}, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_parses(script: Path) -> None:
+    assert os.access(script, os.X_OK)
+    done = bash("-n", script)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.fixture
+def fake_venv(tmp_path: Path) -> Path:
+    """An environment whose `python -m pip` only writes down what it was asked for (and fails if FAKE_PIP says so)."""
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        f"""#!/usr/bin/env bash
+if [ "$1 $2" = "-m pip" ]; then
+    echo "$@" >> "{tmp_path}/asked"
+    if [ -n "$FAKE_PIP" ]; then echo "$FAKE_PIP"; exit 1; fi
+    exit 0
+fi
+exec "{sys.executable}" "$@"
+"""
+    )
+    python.chmod(0o755)
+    return tmp_path / "venv"
+
+
+def test_setup_installs_once(fake_venv: Path) -> None:
+    env = {"MEGAPPO_VENV": str(fake_venv), "MEGAPPO_STACK": "cpu"}
+    assert bash(ROOT / "launch/setup.sh", **env).returncode == 0
+    asked = (fake_venv.parent / "asked").read_text().splitlines()
+    assert asked == [
+        f"-m pip install -e {ROOT}[cpu,dev]",
+        "-m pip uninstall -y torchvision torchaudio torchcodec",
+    ]
+    started = time.monotonic()
+    again = bash("-c", f"source {ROOT}/launch/setup.sh && command -v python", **env)
+    assert time.monotonic() - started < 2
+    assert (again.stdout.strip(), again.stderr) == (str(fake_venv / "bin/python"), "")
+    assert (fake_venv.parent / "asked").read_text().splitlines() == asked
+
+    # Where no GPU is seen and nothing is said, the stack that is there stays; another one by request is installed.
+    bash(ROOT / "launch/setup.sh", MEGAPPO_VENV=str(fake_venv), MEGAPPO_STACK="gpu")
+    asked = (fake_venv.parent / "asked").read_text().splitlines()
+    assert f"-m pip install --no-build-isolation -e {ROOT}[gpu,dev]" in asked
+    bash(ROOT / "launch/setup.sh", MEGAPPO_VENV=str(fake_venv))
+    assert (fake_venv.parent / "asked").read_text().splitlines() == asked
+
+
+def test_setup_failure(fake_venv: Path) -> None:
+    env = {"MEGAPPO_VENV": str(fake_venv), "MEGAPPO_STACK": "cpu", "MEGAPPO_TORCH_INDEX": "file:///nowhere"}
+    done = bash(ROOT / "launch/setup.sh", **env, FAKE_PIP="ERROR: No matching distribution for torch==2.13.0+cpu")
+    assert done.returncode == 1
+    assert "| ERROR: No matching distribution" in done.stderr
+    assert "MEGAPPO_TORCH_INDEX=<that address> bash launch/setup.sh" in done.stderr
+    assert "--extra-index-url file:///nowhere" in (fake_venv.parent / "asked").read_text()
+    assert bash(ROOT / "launch/setup.sh", **env).returncode == 0  # a failure leaves no stamp behind
+    sourced = bash("-c", f"source {ROOT}/launch/setup.sh; echo status $?", **{**env, "MEGAPPO_STACK": "tpu"})
+    assert "MEGAPPO_STACK=tpu: say cpu or gpu" in sourced.stderr and sourced.stdout == "status 1\n"
+
+
+def test_setup_wants_a_python(tmp_path: Path) -> None:
+    old = tmp_path / "python3"
+    old.write_text("#!/usr/bin/env bash\nif [ $1 = --version ]; then echo Python 3.8.1; fi\nexit 1\n")
+    old.chmod(0o755)
+    done = bash(ROOT / "launch/setup.sh", MEGAPPO_VENV=str(tmp_path / "venv"), MEGAPPO_STACK="cpu", PYTHON=str(old))
+    assert done.returncode == 1
+    assert f"PYTHON={old} is not a Python 3.11 or newer (it says: Python 3.8.1)" in done.stderr
+
+
+def test_quickstart_refuses_other_arguments() -> None:
+    done = bash(ROOT / "launch/quickstart.sh", "--frehs")
+    assert done.returncode == 2 and "usage: bash launch/quickstart.sh" in done.stderr
+
+
+def test_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight supervised steps, twice: the same weights, in a folder that transformers reads."""
+    monkeypatch.syspath_prepend(ROOT / "launch")
+    import make_tiny_model
+
+    from megappo.data.arithmetic import write_arithmetic
+
+    write_arithmetic(tmp_path / "data", train=300, validation=40)
+    for name in ("one", "two"):
+        make_tiny_model.main([str(tmp_path / name), "--data", str(tmp_path / "data"), "--steps", "8"])
+    assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "two/model.safetensors").read_bytes()
+    config = json.loads((tmp_path / "one/config.json").read_text())
+    assert config["model_type"] == "qwen2" and config["vocab_size"] == 64 and not config["tie_word_embeddings"]
+    assert (tmp_path / "one/generation_config.json").is_file()
+
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "one")
+    ids = tokenizer("12+34=").input_ids
+    assert len(ids) == 6 and tokenizer.decode(ids) == "12+34=" and tokenizer.eos_token_id == config["eos_token_id"]
