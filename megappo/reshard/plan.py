@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass, replace
 from math import prod
 
 from megappo.reshard.boxes import Box
@@ -101,3 +101,53 @@ def _intersection(a: Box, b: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | N
 def _shifted(box: Box, begin: tuple[int, ...]) -> tuple[int, ...]:
     """Local offset in ``box`` of the global position ``begin``."""
     return tuple(low + x - o for low, x, o in zip(box.local_offset, begin, box.offset, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Blocks that travel together from one rank to another, packed one after the other in this order."""
+
+    source: int
+    destination: int
+    copies: tuple[Copy, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements carried."""
+        return sum(copy.elements for copy in self.copies)
+
+
+def make_messages(plan: Iterable[Copy], bucket_elements: int) -> tuple[Message, ...]:
+    """Group the plan into messages of at most ``bucket_elements``, in one order for all ranks.
+
+    A block larger than a bucket is cut along its first axis (a single row is never cut). Every rank works through its
+    own messages in this order, as sender or receiver: the earliest message that is not done then always has both ends
+    ready, so bounded buffers cannot deadlock. Messages of different pairs alternate, so that all links are busy.
+    """
+    pairs: dict[tuple[int, int], list[list[Copy]]] = defaultdict(lambda: [[]])
+    filled: dict[tuple[int, int], int] = defaultdict(int)
+    for copy in plan:
+        pair = copy.source, copy.destination
+        for piece in _cut(copy, bucket_elements):
+            if filled[pair] and filled[pair] + piece.elements > bucket_elements:
+                pairs[pair].append([])
+                filled[pair] = 0
+            pairs[pair][-1].append(piece)
+            filled[pair] += piece.elements
+    out: list[Message] = []
+    for turn in range(max((len(buckets) for buckets in pairs.values()), default=0)):
+        for (source, destination), buckets in sorted(pairs.items()):
+            if turn < len(buckets):
+                out.append(Message(source, destination, tuple(buckets[turn])))
+    return tuple(out)
+
+
+def _cut(copy: Copy, bucket_elements: int) -> Iterator[Copy]:
+    rows = max(bucket_elements * copy.size[0] // copy.elements, 1)
+    for start in range(0, copy.size[0], rows):
+        yield replace(
+            copy,
+            source_offset=(copy.source_offset[0] + start, *copy.source_offset[1:]),
+            offset=(copy.offset[0] + start, *copy.offset[1:]),
+            size=(min(rows, copy.size[0] - start), *copy.size[1:]),
+        )

@@ -1,0 +1,170 @@
+"""One vLLM engine: generation, and weights that are replaced while it lives."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from megappo.data import batch
+from megappo.reshard.actor_to_rollout import TransferSpec
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine needs to know to start.
+
+    Attributes:
+        folder: Hugging Face folder of the model it starts from.
+        tp: tensor-parallel size.
+        dtype: "float32" or "bfloat16".
+        max_tokens: longest prompt and response together.
+        max_sequences: sequences decoded at once.
+        memory_fraction: of a GPU, that the engine may take.
+        kv_cache_gib: key/value cache of each worker on CPU.
+        on_cuda: whether it runs on GPUs.
+        seed: of the engine; requests carry their own.
+    """
+
+    folder: str
+    tp: int
+    dtype: str
+    max_tokens: int
+    max_sequences: int
+    memory_fraction: float
+    kv_cache_gib: float
+    on_cuda: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a response is drawn."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_response: int
+
+
+class StaleWeightsError(RuntimeError):
+    """The engine was asked to generate after a weight sync that did not complete."""
+
+
+class RolloutEngine:
+    """vLLM in this process (its tensor-parallel workers in others).
+
+    ``weight_version`` is the version of the weights that it holds: 0 from disk; ``None`` from the begin of a sync to
+    its complete end, when it refuses to generate.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        if not settings.on_cuda:
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        from vllm import LLM
+
+        self.settings = settings
+        self.stop_ids = end_of_text_ids(settings.folder)
+        self.weight_version: int | None = 0
+        device_options: dict[str, Any] = (
+            {"gpu_memory_utilization": settings.memory_fraction}
+            if settings.on_cuda
+            else {"enforce_eager": True, "kv_cache_memory_bytes": int(settings.kv_cache_gib * 2**30)}
+        )
+        self.engine: Any = LLM(
+            settings.folder,
+            skip_tokenizer_init=True,
+            dtype=settings.dtype,  # type: ignore[arg-type]
+            tensor_parallel_size=settings.tp,
+            max_model_len=settings.max_tokens,
+            max_num_seqs=settings.max_sequences,
+            seed=settings.seed,
+            logprobs_mode="processed_logprobs",
+            worker_extension_cls="megappo.workers.vllm_extension.WeightReceiver",
+            **device_options,
+        )
+
+    def generate(self, requests: pa.Table, sampling: Sampling) -> pa.Table:
+        """Draw one response for each row.
+
+        Args:
+            requests: ``id``, ``prompt_ids``, ``seed`` (int64, makes a row's response a function of it and the weights).
+            sampling: for all rows.
+
+        Returns:
+            ``id``, ``response_ids`` (the end-of-text token included), ``rollout_logprobs`` (float32, nats, of the
+            distribution that was sampled from), ``finish_reason`` ("stop" or "length"), ``weight_version``.
+
+        Raises:
+            StaleWeightsError: the last weight sync did not complete.
+        """
+        from vllm import SamplingParams
+
+        if self.weight_version is None:
+            raise StaleWeightsError("the last weight sync did not complete: the engine holds half-updated weights")
+        prompts = [{"prompt_token_ids": ids.tolist()} for ids in batch.split_rows(requests, "prompt_ids")]
+        params = [
+            SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=sampling.max_response,
+                seed=int(seed),
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                stop_token_ids=self.stop_ids,
+            )
+            for seed in batch.column(requests, "seed")
+        ]
+        outputs = [o.outputs[0] for o in self.engine.generate(prompts, params, use_tqdm=False)] if prompts else []
+        lengths = [len(output.token_ids) for output in outputs]
+        tokens: list[int] = [token for output in outputs for token in output.token_ids]
+        logprobs: list[float] = [value for output in outputs for value in output.logprobs.logprobs]
+        return pa.table(
+            {
+                "id": requests.column("id"),
+                "response_ids": batch.ragged(np.array(tokens, dtype=np.int32), lengths),
+                "rollout_logprobs": batch.ragged(np.array(logprobs, dtype=np.float32), lengths),
+                "finish_reason": pa.array([output.finish_reason for output in outputs], pa.string()),
+                "weight_version": pa.array([self.weight_version] * len(outputs), pa.int64()),
+            }
+        )
+
+    def join_transfer(self, transfer: TransferSpec, engine: int, host: str, port: int, timeout_s: float) -> str:
+        """Join the transfer group with all workers; returns the hash of the plan, on which they all agree."""
+        args = (transfer, engine, host, port, timeout_s)
+        hashes = set(self.engine.collective_rpc("megappo_join", args=args))
+        if len(hashes) != 1:
+            raise RuntimeError(f"the workers of engine {engine} computed different plans: {sorted(hashes)}")
+        return str(hashes.pop())
+
+    def probe(self, transfer: TransferSpec) -> list[str]:
+        """Differences between our table and vLLM's loader; empty if there are none."""
+        return [line for lines in self.engine.collective_rpc("megappo_probe", args=(transfer,)) for line in lines]
+
+    def receive_weights(self, version: int) -> int:
+        """Take part in a weight sync; returns the bytes received by all workers of this engine."""
+        self.weight_version = None
+        received = sum(self.engine.collective_rpc("megappo_receive"))
+        self.engine.reset_prefix_cache()  # its keys and values came from the old weights
+        self.weight_version = version
+        return received
+
+
+def end_of_text_ids(folder: str | Path) -> list[int]:
+    """Token ids that end a response: all that the model's generation config and config name."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        value = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        found.update(value if isinstance(value, Sequence) else [] if value is None else [value])
+    return sorted(found)
