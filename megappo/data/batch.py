@@ -89,11 +89,14 @@ def join_by_id(left: pa.Table, *others: pa.Table) -> pa.Table:
 
     Raises:
         KeyError: a row of ``left`` has no partner.
+        ValueError: two tables have a column of the same name.
     """
     ids = column(left, "id")
     for other in others:
         matched = take_ids(other, ids)
         for name in matched.column_names:
             if name != "id":
+                if name in left.column_names:
+                    raise ValueError(f"both tables have a column {name!r}: drop one of the two")
                 left = left.append_column(name, matched.column(name))
     return left

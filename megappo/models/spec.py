@@ -149,8 +149,9 @@ _REQUIRED = (
 def _missing(raw: dict[str, Any]) -> Iterator[str]:
     for key in _REQUIRED:
         value = raw.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            yield f"{key}: {value!r} is not a positive number"
+        real = key == "rms_norm_eps"
+        if isinstance(value, bool) or not isinstance(value, int | float if real else int) or value <= 0:
+            yield f"{key}: {value!r} is not a positive {'number' if real else 'integer'}"
     heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads <= 0 or heads % kv_heads):
         yield f"num_key_value_heads: {kv_heads} does not divide num_attention_heads {heads}"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from megappo.data import batch
+from megappo.models.layers import PackedSeqParams
 from megappo.ppo.balance import pack_by_budget
 
 

@@ -10,13 +10,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import distrib_optimizer, get_megatron_optimizer
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megappo.config import OptimizerConfig
+from megappo.models import megatron_cpu
+from megappo.models.process_groups import ProcessGroupCollection
+
+megatron_cpu.install()
+
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig  # noqa: E402
+from megatron.core.optimizer import distrib_optimizer, get_megatron_optimizer  # noqa: E402
 
 
 def make_trainable(
