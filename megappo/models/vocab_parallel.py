@@ -28,7 +28,7 @@ def token_logprobs(
 
     Args:
         logits_tv: [tokens, padded vocabulary / tp], this rank's slice; padding columns are left out of the softmax.
-        rows_n: int64 [n], the rows to evaluate.
+        rows_n: int64 [n], the rows to evaluate, each at most once.
         targets_n: int64 [n], a token id for each.
         vocab_size: real size of the vocabulary.
         temperature: divisor of the logits, > 0.
@@ -67,36 +67,37 @@ class _TokenLogprobs(torch.autograd.Function):
         width, alone = logits_tv.shape[1], group.size() == 1
         first = group.rank() * width
         valid = min(max(vocab_size - first, 0), width)
-        logprobs, entropies, normalisers = [], [], []
+        logprobs, entropies, peaks, log_sums = [], [], [], []
         for rows, targets in zip(rows_n.split(CHUNK_TOKENS), targets_n.split(CHUNK_TOKENS), strict=True):
             z_cv, local, here = _chunk(logits_tv, rows, targets, valid, first, temperature)
             peak = z_cv.max(dim=1).values if valid else z_cv.new_full((len(rows),), -torch.inf)
             if not alone:
                 dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+            z_cv -= peak[:, None]  # sums of shifted logits keep their digits, however large the logits are
             at_target = z_cv.gather(1, local[:, None])[:, 0] if valid else torch.zeros_like(peak)
-            e_cv = (z_cv - peak[:, None]).exp()
+            e_cv = z_cv.exp()
             sums = torch.stack([e_cv.sum(1), torch.where(here, at_target, 0.0), (e_cv * z_cv).sum(1)])
             if not alone:
                 dist.all_reduce(sums, group=group)
-            lse = peak + sums[0].log()
-            logprobs.append(sums[1] - lse)
-            entropies.append(lse - sums[2] / sums[0] if with_entropy else torch.zeros_like(lse))
-            normalisers.append(lse)
-        empty = logits_tv.new_zeros(0, dtype=torch.float32)
-        logprobs_n, entropies_n = (torch.cat([empty, *x]) if x else empty for x in (logprobs, entropies))
-        ctx.save_for_backward(logits_tv, rows_n, targets_n, torch.cat([empty, *normalisers]), entropies_n)
+            log_sum = sums[0].log()
+            logprobs.append(sums[1] - log_sum)
+            entropies.append(log_sum - sums[2] / sums[0] if with_entropy else torch.zeros_like(log_sum))
+            peaks.append(peak)
+            log_sums.append(log_sum)
+        logprobs_n, entropies_n = torch.cat(logprobs), torch.cat(entropies)
+        ctx.save_for_backward(logits_tv, rows_n, targets_n, torch.cat(peaks), torch.cat(log_sums), entropies_n)
         ctx.settings = (valid, first, temperature, with_entropy)
         return logprobs_n, entropies_n
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         grad_logprobs_n, grad_entropies_n = grads
-        logits_tv, rows_n, targets_n, lse_n, entropies_n = ctx.saved_tensors
+        logits_tv, rows_n, targets_n, peaks_n, log_sums_n, entropies_n = ctx.saved_tensors
         valid, first, temperature, with_entropy = ctx.settings
         grad_tv = torch.zeros_like(logits_tv)
         for at in torch.arange(len(rows_n), device=rows_n.device).split(CHUNK_TOKENS):
             z_cv, local, here = _chunk(logits_tv, rows_n[at], targets_n[at], valid, first, temperature)
-            log_p_cv = z_cv - lse_n[at, None]
+            log_p_cv = z_cv - peaks_n[at, None] - log_sums_n[at, None]
             p_cv = log_p_cv.exp()
             grad_cv = -p_cv * grad_logprobs_n[at, None]
             if valid:
