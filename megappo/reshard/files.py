@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from megappo.models.spec import ModelError, ModelSpec
 from megappo.reshard.boxes import Box
@@ -22,18 +22,21 @@ def tensor_files(folder: str | Path) -> dict[str, Path]:
     """Which file of the folder holds each tensor.
 
     Raises:
-        ModelError: no safetensors files, or the index names a file that is not there.
+        ModelError: no safetensors files, one that cannot be read, or an index that does not fit them.
     """
     folder = Path(folder)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        try:
+            files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError([f"{index}: is no index of safetensors files ({error!r})"]) from None
         if absent := sorted({str(path) for path in files.values() if not path.is_file()}):
             raise ModelError([f"{index}: names {path}, which does not exist" for path in absent])
         return files
     if not single.is_file():
         raise ModelError([f"{folder}: has neither model.safetensors nor model.safetensors.index.json"])
-    with safe_open(single, "pt") as reader:
+    with _open(single) as reader:
         return {name: single for name in reader.keys()}  # noqa: SIM118 (safe_open is no mapping)
 
 
@@ -55,13 +58,15 @@ def load_weights(
         params: this rank's parameters, by Megatron's names.
 
     Raises:
-        ModelError: tensors are missing, not expected, or have another shape; all are listed.
+        ModelError: tensors are missing, not expected, or have another shape (all are listed), or a file cannot be
+            read. No parameter has been changed then.
     """
     files = tensor_files(folder)
     shapes = spec.hf_shapes(scalar_head=scalar_head)
     fresh = {"score.weight"} - files.keys()
     with ExitStack() as stack:
-        readers = {path: stack.enter_context(safe_open(path, "pt")) for path in sorted(set(files.values()))}
+        readers = {path: stack.enter_context(_open(path)) for path in sorted(set(files.values()))}
+        _check_index(files, {path: set(reader.keys()) for path, reader in readers.items()})
         slices = {name: readers[path].get_slice(name) for name, path in files.items()}
         _check_tensors(folder, slices, {name: shape for name, shape in shapes.items() if name not in fresh})
         with torch.no_grad():
@@ -76,6 +81,18 @@ def load_weights(
 def block(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
     """Index of a block."""
     return tuple(slice(begin, begin + extent) for begin, extent in zip(offset, size, strict=True))
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError([f"{path}: cannot be read as safetensors ({error}): copy it again"]) from None
+
+
+def _check_index(files: Mapping[str, Path], held: Mapping[Path, set[str]]) -> None:
+    if lost := [(path, name) for name, path in files.items() if name not in held[path]]:
+        raise ModelError([f"{path}: lacks tensor {name}, which the index places there" for path, name in sorted(lost)])
 
 
 def _check_tensors(folder: str | Path, slices: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> None:
