@@ -27,7 +27,8 @@ def megatron_logits(folder: str, tp: int, pp: int) -> np.ndarray | None:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from megappo.layout.mesh import Layout
-    from megappo.workers.megatron_role import MegatronRole, RoleSettings
+    from megappo.workers.megatron_role import MegatronRole
+    from megappo.workers.settings import RoleSettings
 
     role = MegatronRole(RoleSettings(folder, Layout(tp=tp, pp=pp), "float32", 1000))
     rows, length = TOKENS.shape

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,8 +42,9 @@ def update(folder: str, layout: Layout, critic: bool, ppo: PPOConfig, budget: in
 
     from megappo.ppo.balance import balanced_partition, mini_batches
     from megappo.reshard.files import block
-    from megappo.workers.megatron_role import MegatronRole, MiniBatch, RoleSettings
-    from megappo.workers.objectives import ActorObjective, CriticObjective, Totals
+    from megappo.workers.megatron_role import MegatronRole
+    from megappo.workers.objectives import ActorObjective, CriticObjective
+    from megappo.workers.settings import MiniBatch, RoleSettings, Totals
 
     role = MegatronRole(RoleSettings(folder, layout, "float32", budget, critic, ppo.optimizer))
     dp_rank = layout.coordinates(dist.get_rank())["dp"]
@@ -149,8 +149,9 @@ def test_actor_loss_and_gradient_norm_equal_plain_torch(folders: dict[bool, str]
 
 def first_step(folder: str) -> dict[str, float]:
     from megappo.ppo.balance import mini_batches
-    from megappo.workers.megatron_role import MegatronRole, MiniBatch, RoleSettings
-    from megappo.workers.objectives import ActorObjective, Totals
+    from megappo.workers.megatron_role import MegatronRole
+    from megappo.workers.objectives import ActorObjective
+    from megappo.workers.settings import MiniBatch, RoleSettings, Totals
 
     role = MegatronRole(RoleSettings(folder, Layout(), "float32", 64, False, PPO.optimizer))
     rows = mini_batches(ROWS.num_rows, PPO.mini_batch)[0]

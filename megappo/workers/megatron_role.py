@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,7 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from megappo.config import OptimizerConfig
 from megappo.data import batch
-from megappo.layout.mesh import Layout
 from megappo.models.build import build_model
 from megappo.models.process_groups import device, make_process_groups
 from megappo.models.spec import read_model_spec
@@ -23,41 +20,13 @@ from megappo.models.vocab_parallel import token_logprobs
 from megappo.reshard.boxes import Box, megatron_boxes
 from megappo.reshard.files import load_weights
 from megappo.workers.micro_batch import MicroBatch, make_micro_batches
-from megappo.workers.objectives import Objective, Totals
+from megappo.workers.objectives import Objective
 from megappo.workers.optimizer import make_trainable, set_learning_rate
+from megappo.workers.settings import MiniBatch, RoleSettings, Totals
 
 from megatron.core import dist_checkpointing  # isort: skip (after megappo.models has prepared Megatron for this device)
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # isort: skip
-
-
-@dataclass(frozen=True)
-class RoleSettings:
-    """What a role needs to know to build itself.
-
-    Attributes:
-        folder: Hugging Face folder of its weights.
-        layout: its parallel sizes; all ranks of its pool take part.
-        dtype: of weights and activations: "float32" or "bfloat16".
-        micro_batch_tokens: token budget of one forward pass.
-        scalar_head: values or scores instead of logits.
-        optimizer: given if the role trains.
-    """
-
-    folder: str
-    layout: Layout
-    dtype: str
-    micro_batch_tokens: int
-    scalar_head: bool = False
-    optimizer: OptimizerConfig | None = None
-
-
-@dataclass(frozen=True)
-class MiniBatch:
-    """One optimizer step: this data-parallel rank's rows, and the size of the whole over all ranks."""
-
-    ids: np.ndarray
-    totals: Totals
 
 
 class MegatronRole:

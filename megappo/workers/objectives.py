@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megappo.config import PPOConfig
+from megappo.models.process_groups import ProcessGroupCollection
 from megappo.models.vocab_parallel import token_logprobs
 from megappo.ppo.kl import kl_estimate
 from megappo.ppo.losses import aggregation_weights, policy_loss, value_loss
-from megappo.workers.micro_batch import MicroBatch
+from megappo.workers.settings import Totals
 
-
-@dataclass(frozen=True)
-class Totals:
-    """Size of a whole mini-batch, over all ranks: the divisors of its loss."""
-
-    rows: int
-    tokens: int
+if TYPE_CHECKING:  # the driver makes objectives too, and imports no Megatron
+    from megappo.workers.micro_batch import MicroBatch
 
 
 class Objective(Protocol):

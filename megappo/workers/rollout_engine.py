@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +13,7 @@ import pyarrow as pa
 
 from megappo.data import batch
 from megappo.reshard.actor_to_rollout import TransferSpec
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """What an engine needs to know to start.
-
-    Attributes:
-        folder: Hugging Face folder of the model it starts from.
-        tp: tensor-parallel size.
-        dtype: "float32" or "bfloat16".
-        max_tokens: longest prompt and response together.
-        max_sequences: sequences decoded at once.
-        memory_fraction: of a GPU, that the engine may take.
-        kv_cache_gib: key/value cache of each worker on CPU.
-        on_cuda: whether it runs on GPUs.
-        seed: of the engine; requests carry their own.
-    """
-
-    folder: str
-    tp: int
-    dtype: str
-    max_tokens: int
-    max_sequences: int
-    memory_fraction: float
-    kv_cache_gib: float
-    on_cuda: bool
-    seed: int
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a response is drawn."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    max_response: int
+from megappo.workers.settings import EngineSettings, Sampling
 
 
 class StaleWeightsError(RuntimeError):

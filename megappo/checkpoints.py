@@ -1,0 +1,86 @@
+"""The checkpoints of a run: ``step_N`` is complete or absent, never half."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+STATE_NAME = "trainer.json"
+PARTIAL = ".partial"
+
+
+class Checkpoints:
+    """``RUN/checkpoints``.
+
+    Args:
+        folder: of the checkpoints; made when the first is written.
+        keep: number of latest checkpoints that stay.
+    """
+
+    def __init__(self, folder: str | Path, keep: int) -> None:
+        self.folder = Path(folder).resolve()
+        self.keep = keep
+
+    def latest(self) -> Path | None:
+        """The last complete checkpoint, if any."""
+        complete = self._complete()
+        return complete[-1] if complete else None
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[Path]:
+        """A folder to write a checkpoint into; it gets its name only if nothing is raised, and older ones are removed.
+
+        The state of the trainer must be written last, by :meth:`write_state`.
+        """
+        final = self.folder / f"step_{step}"
+        partial = final.with_name(final.name + PARTIAL)
+        for leftover in self.folder.glob(f"step_*{PARTIAL}"):
+            shutil.rmtree(leftover)
+        for part in ("actor", "critic"):
+            (partial / part).mkdir(parents=True)
+        yield partial
+        if not (partial / STATE_NAME).is_file():
+            raise RuntimeError(f"{partial}: the checkpoint was not finished")
+        _sync_tree(partial)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _sync(self.folder)
+        for old in self._complete()[: -self.keep]:
+            # Renamed first, so that a removal that is cut short leaves no half checkpoint behind.
+            old.rename(doomed := old.with_name(old.name + PARTIAL))
+            shutil.rmtree(doomed)
+
+    @staticmethod
+    def write_state(folder: Path, state: dict[str, Any]) -> None:
+        """Write the trainer's own state into a checkpoint."""
+        (folder / STATE_NAME).write_text(json.dumps(state, indent=1))
+
+    @staticmethod
+    def read_state(folder: Path) -> dict[str, Any]:
+        """Read what :meth:`write_state` wrote."""
+        return json.loads((folder / STATE_NAME).read_text())
+
+    def _complete(self) -> list[Path]:
+        found = [path for path in self.folder.glob("step_*") if path.name.removeprefix("step_").isdigit()]
+        return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def _sync_tree(folder: Path) -> None:
+    """Have everything on the disk before the rename says it is there."""
+    for path in folder.rglob("*"):
+        _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,187 @@
+"""The Ray actors: thin shells around :mod:`megappo.workers` that fetch their rows and leave results in the store."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from megappo.cluster.calls import Timed
+from megappo.cluster.dataflow import Selection, TableRef, put_table
+
+
+def timed(method: Callable[..., Any]) -> Callable[..., Timed]:
+    """Return when the method ran beside its value, or beside its own traceback, free of Ray's frames."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Timed:
+        began = time.time()
+        try:
+            return Timed(method(*args, **kwargs), began, time.time())
+        except Exception:
+            text = traceback.format_exc()
+            print(text, file=sys.stderr, flush=True)
+            return Timed(None, began, time.time(), failure=text)
+
+    return run
+
+
+class LoggedProcess:
+    """A process whose chatter, and that of the libraries in it, goes to a file of its own."""
+
+    def __init__(self, log_file: str) -> None:
+        Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(descriptor, stream.fileno())
+
+    @timed
+    def address(self) -> tuple[str, int]:
+        """(IP address of this node, a free TCP port there)."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return host, probe.getsockname()[1]
+
+
+class MegatronProcess(LoggedProcess):
+    """One device of a pool, hosting every Megatron role of the pool."""
+
+    def __init__(self, log_file: str) -> None:
+        super().__init__(log_file)
+        self.roles: dict[str, Any] = {}
+        self.senders: dict[str, Any] = {}
+
+    @timed
+    def join(self, rank: int, world: int, host: str, port: int, timeout_s: float, seed: int) -> None:
+        """Join the pool's process group."""
+        import torch
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        from megappo.models.process_groups import init_world, seed_dropout
+
+        init_world(rank, world, host, port, timeout_s)
+        seed_dropout(seed)
+
+    @timed
+    def build(self, role: str, settings: Any) -> None:
+        """Build a role and load its weights."""
+        from megappo.workers.megatron_role import MegatronRole
+
+        self.roles[role] = MegatronRole(settings)
+
+    @timed
+    def score(self, role: str, method: str, rows: Selection, options: Mapping[str, Any]) -> TableRef | None:
+        """Run one of the role's per-token methods on this rank's rows."""
+        table = getattr(self.roles[role], method)(rows.read(), **options)
+        return None if table is None else put_table(table)
+
+    @timed
+    def update(
+        self, role: str, rows: Selection, mini_batches: Sequence[Any], objective: Any, learning_rate: float
+    ) -> dict[str, float] | None:
+        """Train the role on this rank's part of each mini-batch."""
+        return self.roles[role].update(rows.read(), mini_batches, objective, learning_rate)
+
+    @timed
+    def save(self, role: str, folder: str) -> None:
+        """Write the role's part of a checkpoint."""
+        self.roles[role].save(folder)
+
+    @timed
+    def load(self, role: str, folder: str) -> None:
+        """Read the role's part of a checkpoint."""
+        self.roles[role].load(folder)
+
+    @timed
+    def host_transfer(self, timeout_s: float) -> tuple[str, int]:
+        """Open the meeting point of the transfer group here."""
+        from megappo.reshard.gloo import host_store
+
+        self.store = host_store(ray.util.get_node_ip_address(), timeout_s)
+        return ray.util.get_node_ip_address(), self.store.port
+
+    @timed
+    def join_transfer(self, role: str, transfer: Any, host: str, port: int, timeout_s: float) -> str:
+        """Join the transfer group as a sender; returns the plan's hash."""
+        from megappo.workers.weight_sender import WeightSender
+
+        self.senders[role] = WeightSender(self.roles[role], transfer, host, port, timeout_s)
+        return self.senders[role].plan_hash
+
+    @timed
+    def send_weights(self, role: str) -> int:
+        """Take part in a weight sync; returns the bytes sent."""
+        return self.senders[role].send()
+
+
+class RolloutProcess(LoggedProcess):
+    """One vLLM engine."""
+
+    def __init__(self, log_file: str) -> None:
+        super().__init__(log_file)
+        self.engine: Any = None
+
+    @timed
+    def build(self, settings: Any) -> None:
+        """Start the engine."""
+        from megappo.workers.rollout_engine import RolloutEngine
+
+        self.engine = RolloutEngine(settings)
+
+    @timed
+    def generate(self, rows: Selection, sampling: Any) -> tuple[TableRef, np.ndarray]:
+        """Generate for some rows: the results, and the length of each response."""
+        from megappo.data import batch
+
+        table = self.engine.generate(rows.read(), sampling)
+        return put_table(table), batch.lengths(table, "response_ids")
+
+    @timed
+    def call(self, method: str, *args: Any) -> Any:
+        """Any other method of the engine."""
+        return getattr(self.engine, method)(*args)
+
+
+class RewardProcess(LoggedProcess):
+    """The reward functions' manager, which runs them in processes of their own."""
+
+    def __init__(self, log_file: str) -> None:
+        super().__init__(log_file)
+        self.log_file = log_file
+
+    @timed
+    def build(self, tokenizer_folder: str, settings: Any, sources: Sequence[str]) -> None:
+        """Resolve the reward functions; every data source must have one."""
+        from transformers import AutoTokenizer
+
+        from megappo.rewards.manager import RewardManager
+
+        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+        self.manager = RewardManager(
+            settings.function, settings.by_source, settings.timeout_s, settings.processes, self.log_file
+        )
+        self.manager.check_sources(sources)
+
+    @timed
+    def score(self, rows: Selection) -> TableRef:
+        """Score responses: ``score``, ``failed``, ``failure``, ``extras`` and the decoded ``response`` of each row."""
+        import pyarrow as pa
+
+        from megappo.data import batch
+
+        table = rows.read()
+        responses = [ids.tolist() for ids in batch.split_rows(table, "response_ids")]
+        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        scored = self.manager.score(table, texts)
+        return put_table(scored.append_column("response", pa.array(texts, pa.string())))

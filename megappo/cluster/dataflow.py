@@ -1,0 +1,101 @@
+"""The batch as the driver sees it: references to Arrow tables in the object store, joined by row id when read.
+
+The driver passes references around and fetches only the columns it computes with. A worker gets the references of the
+tables that hold its rows, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import ray
+
+from megappo.data import batch as rows_of
+
+
+@dataclass(frozen=True)
+class TableRef:
+    """A table in the object store.
+
+    Attributes:
+        ref: the reference.
+        ids: ids of its rows, int64.
+        columns: its column names, ``id`` among them.
+    """
+
+    ref: ray.ObjectRef
+    ids: np.ndarray
+    columns: tuple[str, ...]
+
+
+def put_table(table: pa.Table) -> TableRef:
+    """Put a table with an ``id`` column into the object store."""
+    return TableRef(ray.put(table), rows_of.column(table, "id"), tuple(table.column_names))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Some rows and columns of a batch, as sent to a worker: references only.
+
+    Attributes:
+        ids: the rows, in order.
+        columns: the columns wanted besides ``id``.
+        parts: tables grouped by which columns they hold; within a group, each row is in one of the tables.
+    """
+
+    ids: np.ndarray
+    columns: tuple[str, ...]
+    parts: tuple[tuple[TableRef, ...], ...]
+
+    def read(self) -> pa.Table:
+        """Fetch and join.
+
+        Raises:
+            KeyError: a row or column that no table holds.
+        """
+        out = pa.table({"id": pa.array(self.ids, pa.int64())})
+        for part in self.parts:
+            wanted = [name for name in self.columns if name in part[0].columns]
+            tables = [table.select(["id", *wanted]) for table in ray.get([table.ref for table in part])]
+            out = rows_of.join_by_id(out, pa.concat_tables(tables))
+        if missing := [name for name in self.columns if name not in out.column_names]:
+            raise KeyError(f"no table of the batch holds the column {missing[0]!r}")
+        return out
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's batch.
+
+    Attributes:
+        ids: all rows, int64.
+        tokens: places each row takes in a forward pass (prompt + response - 1), int64; work is balanced by it.
+        response_tokens: int64.
+        parts: see :class:`Selection`.
+    """
+
+    ids: np.ndarray
+    tokens: np.ndarray
+    response_tokens: np.ndarray
+    parts: tuple[tuple[TableRef, ...], ...]
+
+    def with_columns(self, *parts: Sequence[TableRef]) -> Batch:
+        """The batch with more columns; each part's tables hold all rows between them."""
+        return replace(self, parts=(*self.parts, *(tuple(part) for part in parts)))
+
+    def select(self, columns: Sequence[str], ids: np.ndarray | None = None) -> Selection:
+        """Some columns of some rows (all by default), without fetching anything."""
+        ids = self.ids if ids is None else ids
+        needed = []
+        for part in self.parts:
+            if set(columns) & set(part[0].columns):
+                holders = tuple(table for table in part if np.isin(table.ids, ids).any())
+                needed.append(holders or part[:1])
+        return Selection(ids, tuple(columns), tuple(needed))
+
+    def read(self, *columns: str) -> pa.Table:
+        """Fetch some columns of all rows."""
+        return self.select(columns).read()

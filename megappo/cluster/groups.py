@@ -1,0 +1,151 @@
+"""Worker groups: a role as the driver sees it. Methods start work and return at once; ``Calls.gather`` waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megappo.cluster.calls import Calls, Pending, Place, one
+from megappo.cluster.dataflow import Batch, TableRef
+from megappo.layout.mesh import Layout
+from megappo.ppo.balance import balanced_partition
+from megappo.workers.settings import MiniBatch, RoleSettings, Sampling, Totals
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process of a group."""
+
+    actor: Any
+    place: Place
+
+
+@dataclass(frozen=True)
+class Group:
+    """Processes that are called together."""
+
+    members: tuple[Member, ...]
+    calls: Calls
+
+    def each(
+        self, method: str, arguments: Callable[[int], Sequence[Any]], combine: Callable[[list[Any]], Any] = list
+    ) -> Pending[Any]:
+        """Call ``method`` on every member, with arguments by its number."""
+        calls = [
+            self.calls.start(member.place, method, getattr(member.actor, method).remote(*arguments(index)))
+            for index, member in enumerate(self.members)
+        ]
+        return Pending(tuple(calls), combine)
+
+
+@dataclass(frozen=True)
+class MegatronGroup(Group):
+    """A Megatron role on all processes of its pool."""
+
+    role: str
+    layout: Layout
+
+    def build(self, settings: RoleSettings) -> Pending[Any]:
+        """Build the role and load its weights."""
+        return self.each("build", lambda rank: (self.role, settings))
+
+    def score(self, method: str, batch: Batch, **options: Any) -> Pending[list[TableRef]]:
+        """Run a per-token method (``logprobs``, ``values``) over the batch, balanced over data-parallel ranks."""
+        shares = self._shares(batch.tokens)
+
+        def arguments(rank: int) -> tuple[Any, ...]:
+            ids = batch.ids[shares[self._dp(rank)]]
+            return self.role, method, batch.select(("prompt_ids", "response_ids"), ids), options
+
+        return self.each("score", arguments, _tables)
+
+    def update(
+        self, batch: Batch, mini_batches: Sequence[np.ndarray], objective: Any, learning_rate: float
+    ) -> Pending[dict[str, float]]:
+        """Train on mini-batches, each given as positions in the batch; its rows are balanced over data-parallel ranks.
+
+        A mini-batch with fewer rows than ranks leaves some ranks without rows, which is fine.
+        """
+        columns = ("prompt_ids", "response_ids", *objective.columns)
+        steps: list[list[MiniBatch]] = [[] for _ in range(self.layout.dp)]
+        for rows in mini_batches:
+            totals = Totals(rows=len(rows), tokens=int(batch.response_tokens[rows].sum()))
+            for dp_rank, share in enumerate(self._shares(batch.tokens[rows])):
+                steps[dp_rank].append(MiniBatch(batch.ids[rows[share]], totals))
+
+        def arguments(rank: int) -> tuple[Any, ...]:
+            own = steps[self._dp(rank)]
+            ids = np.unique(np.concatenate([mini.ids for mini in own]))
+            return self.role, batch.select(columns, ids), own, objective, learning_rate
+
+        return self.each("update", arguments, one)
+
+    def save(self, folder: str) -> Pending[Any]:
+        """Write the role's checkpoint."""
+        return self.each("save", lambda rank: (self.role, folder))
+
+    def load(self, folder: str) -> Pending[Any]:
+        """Read the role's checkpoint."""
+        return self.each("load", lambda rank: (self.role, folder))
+
+    def _dp(self, rank: int) -> int:
+        return self.layout.coordinates(rank)["dp"]
+
+    def _shares(self, tokens: np.ndarray) -> list[np.ndarray]:
+        shares = balanced_partition(tokens.tolist(), self.layout.dp)
+        return [np.array(share, dtype=np.int64) for share in shares]
+
+
+@dataclass(frozen=True)
+class RolloutGroup(Group):
+    """All vLLM engines."""
+
+    def generate(self, requests: TableRef, prompt_tokens: np.ndarray, sampling: Sampling) -> Pending[Batch]:
+        """Generate one response a row. Neighbouring rows, the samples of one prompt, go to the same engine.
+
+        Args:
+            requests: ``id``, ``prompt_ids``, ``seed`` and whatever else the batch shall carry.
+            prompt_tokens: length of each prompt, int64.
+        """
+        ids = requests.ids
+        pieces = np.array_split(ids, len(self.members))
+        asked = Batch(ids, prompt_tokens, np.zeros_like(prompt_tokens), ((requests,),))
+
+        def combine(results: list[tuple[TableRef, np.ndarray]]) -> Batch:
+            lengths = np.concatenate([response_lengths for _, response_lengths in results])
+            tables = tuple(table for table, _ in results)
+            return Batch(ids, prompt_tokens + lengths - 1, lengths, ((requests,), tables))
+
+        return self.each(
+            "generate", lambda index: (asked.select(("prompt_ids", "seed"), pieces[index]), sampling), combine
+        )
+
+
+@dataclass(frozen=True)
+class RewardGroup(Group):
+    """The process that scores responses by functions."""
+
+    def score(self, batch: Batch) -> Pending[list[TableRef]]:
+        """Score every response."""
+        columns = ("response_ids", "data_source", "ground_truth", "extra_info")
+        return self.each("score", lambda index: (batch.select(columns),), _tables)
+
+
+def _tables(results: list[TableRef | None]) -> list[TableRef]:
+    return [table for table in results if table is not None]
+
+
+def layouts(roles: Mapping[str, Any], pools: Mapping[str, Any]) -> dict[str, Layout]:
+    """The layout of each Megatron role: data parallelism is what tensor and pipeline parallelism leave of its pool."""
+    return {
+        name: Layout(
+            tp=role.tp,
+            pp=role.pp,
+            dp=pools[role.pool].devices // (role.tp * role.pp),
+            sequence_parallel=role.sequence_parallel,
+        )
+        for name, role in roles.items()
+    }

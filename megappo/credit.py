@@ -1,0 +1,62 @@
+"""Credit assignment of one batch: from scores and log-probabilities to token rewards, advantages and returns.
+
+Arrow in, Arrow out; the formulas are in :mod:`megappo.ppo`. Token columns are padded only here, for the recursion.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from megappo.config import PPOConfig
+from megappo.data import batch
+from megappo.ppo.advantages import gae, token_rewards_bt, whiten
+from megappo.ppo.kl import KLController, kl_estimate
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What :func:`assign_credit` gives.
+
+    Attributes:
+        table: ``id``, ``rewards``, ``advantages``, ``returns``, ragged float32 over response tokens.
+        mean_kl: estimated KL to the reference per response, in nats; 0 without a reference.
+        mean_token_kl: the same per token.
+    """
+
+    table: pa.Table
+    mean_kl: float
+    mean_token_kl: float
+
+
+def assign_credit(rows: pa.Table, ppo: PPOConfig, controller: KLController) -> Credit:
+    """Token-level rewards (score on the last token, KL penalty on each) and their generalised advantages.
+
+    Args:
+        rows: ``id``, ``score``, ``values``, ``logprobs`` and, where a KL term is in use, ``ref_logprobs``.
+        controller: holds the coefficient of the penalty.
+    """
+    values_np, mask_np = batch.pad(rows, "values")
+    values_bt, mask_bt = torch.from_numpy(values_np), torch.from_numpy(mask_np)
+    scores_b = torch.from_numpy(batch.column(rows, "score").astype(np.float32))
+    kl_bt = None
+    if "ref_logprobs" in rows.column_names:
+        logprobs_bt, ref_logprobs_bt = (
+            torch.from_numpy(batch.pad(rows, name)[0]) for name in ("logprobs", "ref_logprobs")
+        )
+        kl_bt = torch.where(mask_bt, kl_estimate(logprobs_bt, ref_logprobs_bt, ppo.kl.estimator), 0.0)
+    penalised = kl_bt if ppo.kl.in_reward else None
+    rewards_bt = token_rewards_bt(scores_b, penalised, mask_bt, controller.coef)
+    advantages_bt, returns_bt = gae(rewards_bt, values_bt, mask_bt, ppo.gamma, ppo.lam)
+    if ppo.whiten_advantages:
+        advantages_bt = whiten(advantages_bt, mask_bt)
+    columns = {"rewards": rewards_bt, "advantages": advantages_bt, "returns": returns_bt}
+    ragged = {name: batch.unpad(x_bt.float().numpy(), mask_np) for name, x_bt in columns.items()}
+    return Credit(
+        table=pa.table({"id": rows.column("id"), **ragged}),
+        mean_kl=0.0 if kl_bt is None else float(kl_bt.sum(1).mean()),
+        mean_token_kl=0.0 if kl_bt is None else float(kl_bt.sum() / mask_bt.sum()),
+    )

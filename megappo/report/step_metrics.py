@@ -1,0 +1,135 @@
+"""A step's metrics, by the names that verl's dashboards know."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from megappo.data import batch
+
+Metrics = dict[str, float]
+
+
+class Interval(Protocol):
+    """When something ran, in Unix seconds."""
+
+    @property
+    def began(self) -> float: ...
+
+    @property
+    def ended(self) -> float: ...
+
+
+def summary(name: str, values: np.ndarray) -> Metrics:
+    """mean, max and min under ``name/``; nothing for no values."""
+    if len(values) == 0:
+        return {}
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }
+
+
+def batch_metrics(rows: pa.Table, max_prompt: int, max_response: int) -> Metrics:
+    """Lengths, scores, rewards, advantages, returns, values and failed rewards of a batch."""
+    prompts, responses = batch.lengths(rows, "prompt_ids"), batch.lengths(rows, "response_ids")
+    values, returns = batch.flat(rows, "values"), batch.flat(rows, "returns")
+    rewards = np.array([row.sum() for row in batch.split_rows(rows, "rewards")])
+    variance = float(returns.var())
+    cut = np.array([reason == "length" for reason in rows.column("finish_reason").to_pylist()])
+    out = {
+        **summary("critic/score", batch.column(rows, "score")),
+        **summary("critic/rewards", rewards),
+        **summary("critic/advantages", batch.flat(rows, "advantages")),
+        **summary("critic/returns", returns),
+        **summary("critic/values", values),
+        "critic/vf_explained_var": 1.0 - float((returns - values).var()) / variance if variance > 0 else 0.0,
+        **summary("response_length", responses),
+        "response_length/clip_ratio": float(cut.mean()),
+        **summary("prompt_length", prompts),
+        "prompt_length/clip_ratio": float((prompts >= max_prompt).mean()),
+        "reward/failed_rows": float(batch.column(rows, "failed").sum()),
+        "perf/total_num_tokens": float(prompts.sum() + responses.sum()),
+    }
+    gap = np.abs(batch.flat(rows, "rollout_logprobs") - batch.flat(rows, "logprobs"))
+    out["training/rollout_probs_diff_mean"] = float(gap.mean())
+    out["training/rollout_probs_diff_max"] = float(gap.max())
+    return out
+
+
+def reward_extras(rows: pa.Table) -> dict[str, np.ndarray]:
+    """The numbers that reward functions returned beside the score, by name; nan where a row has none."""
+    parsed = [json.loads(text or "{}") for text in rows.column("extras").to_pylist()]
+    names = sorted({name for extras in parsed for name in extras})
+    return {name: np.array([extras.get(name, np.nan) for extras in parsed], dtype=float) for name in names}
+
+
+def validation_metrics(rows: pa.Table) -> Metrics:
+    """``val-core/<data_source>/<acc or reward>/mean@N`` and ``val-aux`` of everything else, N samples a prompt.
+
+    The core value is accuracy where the reward function returns ``acc``, else the score.
+    """
+    sources = np.array(rows.column("data_source").to_pylist())
+    prompts = batch.column(rows, "prompt_index")
+    measured = {"reward": batch.column(rows, "score").astype(float), **reward_extras(rows)}
+    lengths = batch.lengths(rows, "response_ids").astype(float)
+    out: Metrics = {}
+    for source in sorted(set(sources)):
+        here = sources == source
+        samples = round(here.sum() / len(np.unique(prompts[here])))
+        core = "acc" if "acc" in measured and not np.isnan(measured["acc"][here]).all() else "reward"
+        for name, values in measured.items():
+            kind = "val-core" if name == core else "val-aux"
+            out[f"{kind}/{source}/{name}/mean@{samples}"] = float(np.nanmean(values[here]))
+        out[f"val-aux/{source}/response_length/mean@{samples}"] = float(lengths[here].mean())
+    return out
+
+
+def busy_seconds(intervals: Iterable[Interval]) -> float:
+    """Length of the union of intervals, in seconds."""
+    total, until = 0.0, -np.inf
+    for began, ended in sorted((interval.began, interval.ended) for interval in intervals):
+        total += max(ended - max(began, until), 0.0)
+        until = max(until, ended)
+    return total
+
+
+PHASES: Mapping[tuple[str, str], str] = {
+    ("rollout", "generate"): "gen",
+    ("reward", "score"): "reward",
+    ("actor", "score"): "old_log_prob",
+    ("reference", "score"): "ref",
+    ("critic", "score"): "values",
+    ("critic", "update"): "update_critic",
+    ("actor", "update"): "update_actor",
+    ("actor", "send_weights"): "update_weights",
+}
+"""(role, method) of a remote call: the phase whose time it is."""
+
+
+def time_metrics(spans: Iterable[Any], step_s: float) -> Metrics:
+    """Time of each phase (first begin to last end over its workers), busy share of each pool, and the driver's share.
+
+    Args:
+        spans: of :class:`megappo.cluster.calls.Span`.
+        step_s: wall time of the step.
+    """
+    phases, pools, everything = defaultdict(list), defaultdict(list), []
+    for span in spans:
+        everything.append(span)
+        pools[span.place.pool].append(span)
+        if phase := PHASES.get((span.place.role, span.method)):
+            phases[phase].append(span)
+    out = {
+        f"timing_s/{phase}": max(span.ended for span in found) - min(span.began for span in found)
+        for phase, found in phases.items()
+    }
+    out.update({f"perf/busy_share/{pool}": busy_seconds(found) / step_s for pool, found in pools.items()})
+    out["perf/driver_share"] = max(1.0 - busy_seconds(everything) / step_s, 0.0)
+    return out

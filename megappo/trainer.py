@@ -1,0 +1,185 @@
+"""The PPO loop: generate, score, assign credit, update critic and actor, give the engines the new weights.
+
+Schulman et al. (arXiv:1707.06347) on language models as in Ziegler et al. (arXiv:1909.08593). All models live in worker
+processes; what the driver holds of a batch are references and a few per-token columns.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+import numpy as np
+
+from megappo.cluster.cluster import Cluster
+from megappo.cluster.dataflow import Batch, put_table
+from megappo.config import Config
+from megappo.credit import assign_credit
+from megappo.data.order import PromptOrder
+from megappo.ppo.balance import mini_batches
+from megappo.ppo.kl import KLController
+from megappo.ppo.schedule import learning_rate
+from megappo.report.step_metrics import Metrics, time_metrics
+from megappo.run import Run
+from megappo.workers.objectives import ActorObjective, CriticObjective
+from megappo.workers.settings import Sampling
+
+
+def train(config: Config) -> None:
+    """Train as configured, from the beginning or from the run's last complete checkpoint.
+
+    Raises:
+        DataError, ModelError, PoolError, WorkerFailed, WeightMismatch: with words for the user.
+    """
+    with Run(config) as run, Cluster(config, run.data_sources, run.console.status) as cluster:
+        trainer = Trainer(config, run, cluster)
+        trainer.resume()
+        if trainer.step == 0 and config.run.validate_before:
+            run.log(0, trainer.validate())
+        while trainer.step < config.run.steps:
+            run.log(trainer.step + 1, trainer.train_step())
+        run.finish()
+
+
+class Trainer:
+    """State of the loop: the step and the KL controller. All else is in the workers or follows from the step."""
+
+    def __init__(self, config: Config, run: Run, cluster: Cluster) -> None:
+        self.config, self.run, self.cluster = config, run, cluster
+        self.step = 0
+        kl = config.ppo.kl
+        self.controller = KLController(kl.coef, kl.target, kl.horizon)
+        self.order = PromptOrder(
+            len(run.train_prompts), config.data.prompts_per_step, config.run.seed, config.data.shuffle
+        )
+        rollout, length = config.roles.rollout, config.data.max_response
+        self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, length)
+        self.validation_sampling = Sampling(rollout.validation_temperature, 1.0, -1, length)
+
+    def train_step(self) -> Metrics:
+        """One step, with validation and checkpoint where they are due."""
+        config, began = self.config, time.time()
+        self.cluster.calls.spans.clear()
+
+        batch = self.generate()
+        batch = self.evaluate(batch)
+        rows = batch.read("logprobs", "values", "score", *self.reference_columns)
+        credit = assign_credit(rows, config.ppo, self.controller)
+        batch = batch.with_columns([put_table(credit.table)])
+        trained = self.update(batch)
+        self.cluster.sync_weights(version=self.step + 1)
+
+        metrics = {
+            **trained,
+            **self.run.keep(self.step + 1, batch),
+            "actor/reward_kl_penalty": credit.mean_token_kl,
+            "actor/reward_kl_penalty_coeff": self.controller.coef,
+            "training/global_step": self.step + 1,
+            "training/epoch": self.order.epoch(self.step),
+        }
+        self.controller = self.controller.updated(credit.mean_kl, len(batch.ids))
+        self.step += 1
+        step_s = time.time() - began
+        metrics |= time_metrics(self.cluster.calls.spans, step_s)
+        metrics |= {"timing_s/step": step_s, "perf/time_per_step": step_s}
+        metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / step_s
+        last = self.step == config.run.steps
+        if last or _due(self.step, config.run.validate_every):
+            metrics |= self.validate()
+        if last or _due(self.step, config.run.save_every):
+            metrics |= self.save()
+        return metrics
+
+    @property
+    def reference_columns(self) -> tuple[str, ...]:
+        """The reference's column, where there is a reference."""
+        return ("ref_logprobs",) if self.cluster.reference is not None else ()
+
+    def generate(self) -> Batch:
+        """Sample responses to the step's prompts."""
+        indices = self.order.step(self.step)
+        samples = self.config.roles.rollout.samples_per_prompt
+        requests = self.run.requests(self.run.train_prompts, indices, samples, seed=(self.config.run.seed, self.step))
+        (batch,) = self.cluster.gather(
+            self.cluster.rollout.generate(put_table(requests.table), requests.prompt_tokens, self.sampling)
+        )
+        return batch
+
+    def evaluate(self, batch: Batch) -> Batch:
+        """Scores, log-probabilities of actor and reference, and values: all pools at the same time."""
+        cluster, temperature = self.cluster, self.config.roles.rollout.temperature
+        pending = [
+            cluster.reward.score(batch),
+            cluster.actor.score("logprobs", batch, column="logprobs", temperature=temperature),
+            cluster.critic.score("values", batch),
+        ]
+        if cluster.reference is not None:
+            options = {"column": "ref_logprobs", "temperature": temperature}
+            pending.append(cluster.reference.score("logprobs", batch, **options))
+        return batch.with_columns(*cluster.gather(*pending))
+
+    def update(self, batch: Batch) -> Metrics:
+        """All epochs of mini-batches for critic and actor, which train at the same time."""
+        ppo, run = self.config.ppo, self.config.run
+        steps = [
+            np.array(rows)
+            for epoch in range(ppo.epochs)
+            for rows in mini_batches(len(batch.ids), ppo.mini_batch, f"{run.seed}/{self.step}/{epoch}")
+        ]
+        rates = {
+            role: learning_rate(
+                self.step,
+                base=base,
+                warmup_steps=ppo.optimizer.warmup_steps,
+                total_steps=run.steps,
+                schedule=ppo.optimizer.schedule,
+                min_ratio=ppo.optimizer.min_lr_ratio,
+            )
+            for role, base in (("actor", ppo.actor_lr), ("critic", ppo.critic_lr))
+        }
+        pending = [self.cluster.critic.update(batch, steps, CriticObjective(ppo), rates["critic"])]
+        if self.step >= ppo.critic_warmup:
+            objective = ActorObjective(ppo, self.run.vocab_size, self.config.roles.rollout.temperature)
+            pending.append(self.cluster.actor.update(batch, steps, objective, rates["actor"]))
+        out: Metrics = {f"{role}/lr": rate for role, rate in rates.items()}
+        for metrics in self.cluster.gather(*pending):
+            out |= metrics
+        return out
+
+    def validate(self) -> Metrics:
+        """Score the validation prompts with the current weights."""
+        began = time.time()
+        prompts = self.run.validation_prompts
+        if prompts is None:
+            return {}
+        samples = self.config.roles.rollout.validation_samples
+        requests = self.run.requests(prompts, np.arange(len(prompts)), samples, seed=(self.config.run.seed,))
+        (batch,) = self.cluster.gather(
+            self.cluster.rollout.generate(put_table(requests.table), requests.prompt_tokens, self.validation_sampling)
+        )
+        batch = batch.with_columns(*self.cluster.gather(self.cluster.reward.score(batch)))
+        return {**self.run.keep_validation(self.step, batch), "timing_s/testing": time.time() - began}
+
+    def save(self) -> Metrics:
+        """Write a checkpoint, complete or not at all."""
+        began = time.time()
+        with self.run.checkpoints.writing(self.step) as folder:
+            cluster = self.cluster
+            cluster.gather(cluster.actor.save(str(folder / "actor")), cluster.critic.save(str(folder / "critic")))
+            self.run.checkpoints.write_state(folder, {"step": self.step, "kl_controller": asdict(self.controller)})
+        return {"timing_s/save_checkpoint": time.time() - began}
+
+    def resume(self) -> None:
+        """Go on from the last complete checkpoint, if there is one; and fill the engines with the actor's weights."""
+        latest = self.run.checkpoints.latest()
+        if latest is not None:
+            cluster = self.cluster
+            cluster.gather(cluster.actor.load(str(latest / "actor")), cluster.critic.load(str(latest / "critic")))
+            state = self.run.checkpoints.read_state(latest)
+            self.step, self.controller = state["step"], KLController.from_dict(state["kl_controller"])
+        self.run.start_log(self.step if latest is not None else None)
+        self.cluster.sync_weights(version=self.step)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

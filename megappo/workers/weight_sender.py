@@ -1,0 +1,27 @@
+"""The actor's end of the weight sync, in one Megatron rank."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from megappo.reshard.actor_to_rollout import TransferSpec
+from megappo.reshard.gloo import GlooTransport
+from megappo.reshard.plan import make_messages, plan_hash
+from megappo.reshard.transfer import BUCKET_BYTES, send_weights
+from megappo.workers.megatron_role import MegatronRole
+
+
+class WeightSender:
+    """Sends the current weights of a role to the rollout engines, as planned when it was made."""
+
+    def __init__(self, role: MegatronRole, transfer: TransferSpec, host: str, port: int, timeout_s: float) -> None:
+        """Join the transfer group; returns once all its ranks have come."""
+        plan = transfer.plan()
+        self.plan_hash = plan_hash(plan)
+        self.role = role
+        self.messages = make_messages(plan, BUCKET_BYTES // role.dtype.itemsize)
+        self.transport = GlooTransport(host, port, dist.get_rank(), transfer.world, timeout_s)
+
+    def send(self) -> int:
+        """Send; returns this rank's bytes."""
+        return send_weights(self.transport, self.messages, self.role.params)
