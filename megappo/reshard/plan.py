@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
+from itertools import combinations
 from math import prod
+from typing import Any
 
 from megappo.reshard.boxes import Box
 
@@ -44,13 +46,14 @@ def make_plan(sources: Iterable[Box], destinations: Iterable[Box]) -> tuple[Copy
         destinations: boxes to fill; several ranks may want the same block.
 
     Raises:
-        PlanError: a part of a destination box has no source, or has two different ones.
+        PlanError: a part of a destination box has no source, or two sources overlap without being equal.
     """
     holders: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], list[Box]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for box in sources:
         holders[box.name][box.offset, box.size].append(box)
+    _check_disjoint(holders.values())
     load: dict[int, int] = defaultdict(int)
     plan: list[Copy] = []
     for wanted in destinations:
@@ -88,6 +91,17 @@ def plan_hash(plan: tuple[Copy, ...]) -> str:
     for copy in plan:
         digest.update(repr(astuple(copy)).encode())
     return digest.hexdigest()[:16]
+
+
+def _check_disjoint(holders: Iterable[Mapping[Any, list[Box]]]) -> None:
+    """A gap and an overlap of the same size would pass for full cover."""
+    for blocks in holders:
+        for (a, *_), (b, *_) in combinations(blocks.values(), 2):
+            if _intersection(a, b):
+                raise PlanError(
+                    f"{a.name}: the source boxes of ranks {a.rank} (at {a.offset}, size {a.size}) and "
+                    f"{b.rank} (at {b.offset}, size {b.size}) overlap without being equal"
+                )
 
 
 def _intersection(a: Box, b: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
