@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +91,7 @@ def build_model(
     """
     config = transformer_config(spec, layout, dtype)
     first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
-    model = GPTModel(
+    model = _GPTModel(
         config=config,
         transformer_layer_spec=block_spec(config, groups.pp.rank()),
         vocab_size=megatron_vocabulary(spec.vocab_size, layout.tp),
@@ -107,6 +108,18 @@ def build_model(
     if scalar_head and last:
         model.output_layer = ScalarHead(config, groups)
     return model.to(device())
+
+
+class _GPTModel(GPTModel):
+    """Megatron's GPT, but for a tied head's checkpoint entry: there Megatron asks its globals for the replica's rank."""
+
+    def tie_embeddings_and_output_weights_state_dict(
+        self, sharded_state_dict: dict[str, Any], output_key: str, embedding_key: str, metadata: dict[str, Any]
+    ) -> None:
+        if self.post_process and not self.pre_process:
+            head = sharded_state_dict[output_key]  # a copy of the first stage's embedding, which alone is written
+            head.key, head.replica_id = embedding_key, (1, 0, metadata["dp_cp_group"].rank())
+            head.allow_shape_mismatch = True  # the vocabulary's padding depends on the tensor-parallel size
 
 
 class ScalarHead(MegatronModule):

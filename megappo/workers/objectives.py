@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from megappo.config import PPOConfig
-from megappo.models.process_groups import ProcessGroupCollection
 from megappo.models.vocab_parallel import token_logprobs
 from megappo.ppo.kl import kl_estimate
 from megappo.ppo.losses import aggregation_weights, policy_loss, value_loss
 from megappo.workers.settings import Totals
 
 if TYPE_CHECKING:  # the driver makes objectives too, and imports no Megatron
+    from megappo.models.process_groups import ProcessGroupCollection
     from megappo.workers.micro_batch import MicroBatch
 
 

@@ -32,6 +32,8 @@ class RolloutEngine:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         if not settings.on_cuda:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            # vLLM compiles one small function of its sampler even in eager mode: seconds, and a C++ compiler.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         from vllm import LLM
 
         self.settings = settings
