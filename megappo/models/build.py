@@ -111,7 +111,7 @@ def build_model(
 
 
 class _GPTModel(GPTModel):
-    """Megatron's GPT, but for a tied head's checkpoint entry: there Megatron asks its globals for the replica's rank."""
+    """Megatron's GPT, but for the checkpoint entry of a tied head: there Megatron asks its globals for a rank."""
 
     def tie_embeddings_and_output_weights_state_dict(
         self, sharded_state_dict: dict[str, Any], output_key: str, embedding_key: str, metadata: dict[str, Any]
