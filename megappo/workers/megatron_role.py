@@ -232,7 +232,8 @@ class MegatronRole:
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
     def save(self, folder: str | Path) -> None:
-        """Write weights and optimizer state; any layout can load them."""
+        """Write weights and optimizer state into a folder, made if need be; any layout can load them."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
         metadata = self._checkpoint_metadata()
         dist_checkpointing.save(
             self._sharded_state(metadata, is_loading=False),

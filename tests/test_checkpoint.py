@@ -1,0 +1,167 @@
+"""A saved role goes on as if nothing had happened, at the same layout bit for bit, at another one to rounding."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+from tiny import make_model, random_rows
+
+from megappo.config import OptimizerConfig, PPOConfig
+from megappo.data import batch
+from megappo.layout.mesh import Layout
+
+ROWS = random_rows(6)
+PPO = PPOConfig(
+    mini_batch=6,
+    actor_lr=1e-3,
+    critic_lr=1e-3,
+    optimizer=OptimizerConfig(eps=1e-4, weight_decay=0.1),  # moments count: they set the size of each step
+)
+Pieces = dict[tuple[str, tuple[int, ...]], np.ndarray]
+
+
+def train(layout: Layout, critic: bool, dtype: str, plan: list[tuple[str, str]]) -> list[tuple[Any, Any]]:
+    """Carry out ("fresh", model folder), ("update", ""), ("save", path), ("load", path), ("forget", "") (the moments).
+
+    Returns after each: the gradient norm where there is one, and what this rank holds of the model.
+    """
+    import torch.distributed as dist
+
+    from megappo.reshard.files import block
+    from megappo.workers.megatron_role import MegatronRole
+    from megappo.workers.objectives import ActorObjective, CriticObjective
+    from megappo.workers.settings import MiniBatch, RoleSettings, Totals
+
+    # Megatron writes from forked children, which a daemon, as ranks are here, may not have.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    dp_rank = layout.coordinates(dist.get_rank())["dp"]
+    rows, tokens = ROWS.num_rows, int(batch.lengths(ROWS, "response_ids").sum())
+    step = MiniBatch(batch.column(ROWS, "id")[dp_rank :: layout.dp], Totals(rows, tokens))
+    role: Any = None
+    out: list[tuple[Any, Any]] = []
+    for verb, path in plan:
+        stats = None
+        if verb == "fresh":
+            role = MegatronRole(RoleSettings(path, layout, dtype, 64, critic, PPO.optimizer))
+        elif verb == "update":
+            objective = CriticObjective(PPO) if critic else ActorObjective(PPO, role.spec.vocab_size, 1.0)
+            stats = role.update(ROWS, [step], objective, 1e-3)
+        elif verb == "save":
+            role.save(path)
+        elif verb == "load":
+            role.load(path)
+        else:
+            for state in role.optimizer.chained_optimizers[0].optimizer.state.values():
+                state["exp_avg"].zero_()
+                state["exp_avg_sq"].zero_()
+        pieces = {
+            (b.name, b.offset): role.params[b.param][block(b.local_offset, b.size)].double().numpy().copy()
+            for b in role.boxes()
+        }
+        out.append((stats and stats[("critic" if critic else "actor") + "/grad_norm"], pieces))
+    return out
+
+
+def whole(results: list[list[tuple[Any, Any]]], at: int) -> dict[str, np.ndarray]:
+    """Full weights after one entry of the plan; replicas must agree."""
+    pieces: Pieces = {}
+    for rank in results:
+        for key, values in rank[at][1].items():
+            np.testing.assert_array_equal(pieces.setdefault(key, values), values)
+    out = {}
+    for name in {name for name, _ in pieces}:
+        parts = {offset: values for (n, offset), values in pieces.items() if n == name}
+        out[name] = np.full(np.max([np.add(o, v.shape) for o, v in parts.items()], axis=0), np.nan)
+        for offset, values in parts.items():
+            out[name][tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))] = values
+    return out
+
+
+def assert_equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray], tolerance: float = 0.0) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_allclose(a[name], b[name], atol=tolerance, rtol=0, err_msg=name)
+
+
+def grad_norms(results: list[list[tuple[Any, Any]]], at: int) -> set[float]:
+    return {rank[at][0] for rank in results if rank[at][0] is not None}
+
+
+LARGE = Layout(tp=2, pp=2)
+# A vocabulary of 70 is padded to 80 rows at tp 2 and to 72 at tp 1.
+CASES: dict[str, tuple[dict[str, Any], bool, list[Layout]]] = {
+    "actor": ({"vocab_size": 70}, False, [Layout(dp=2), Layout(tp=2, sequence_parallel=True)]),
+    "actor, tied, uneven stages": (
+        {"tie_word_embeddings": True, "vocab_size": 70, "num_hidden_layers": 3},
+        False,
+        [Layout(dp=2)],
+    ),
+    "critic": ({}, True, [Layout(dp=2), Layout(pp=2)]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resumed_run_equals_uninterrupted_one(tmp_path: Path, case: str) -> None:
+    changes, critic, others = CASES[case]
+    folder = str(make_model(tmp_path / "model", **{"num_hidden_layers": 2, **changes}))
+    other = str(make_model(tmp_path / "other", seed=1, **{"num_hidden_layers": 2, **changes}))
+    saved = str(tmp_path / "checkpoint")
+    plan = [("fresh", folder), ("update", ""), ("update", ""), ("save", saved), ("update", "")]
+    plan += [("fresh", other), ("load", saved), ("update", "")]
+    ran = run_ranks(LARGE.world, train, LARGE, critic, "float32", plan)
+    assert np.abs(whole(ran, 3)["model.norm.weight"] - whole(ran, 5)["model.norm.weight"]).max() > 0
+    assert_equal(whole(ran, 6), whole(ran, 3))
+    assert_equal(whole(ran, 7), whole(ran, 4))
+    assert grad_norms(ran, 7) == grad_norms(ran, 4)
+    for layout in others:
+        plan = [("fresh", other), ("load", saved), ("update", "")]
+        resumed = run_ranks(layout.world, train, layout, critic, "float32", plan)
+        assert_equal(whole(resumed, 1), whole(ran, 3))
+        assert_equal(whole(resumed, 2), whole(ran, 4), tolerance=1e-6)
+        assert grad_norms(resumed, 2).pop() == pytest.approx(grad_norms(ran, 4).pop(), rel=1e-5)
+
+
+def test_lost_moments_would_be_seen(tmp_path: Path) -> None:
+    """The comparison above has teeth: with Adam's moments set to zero, the next step differs by far more than 1e-6."""
+    folder, saved = str(make_model(tmp_path / "model", num_hidden_layers=1)), str(tmp_path / "checkpoint")
+    plan = [("fresh", folder), ("update", ""), ("update", ""), ("save", saved), ("update", "")]
+    plan += [("load", saved), ("forget", ""), ("update", "")]
+    ran = run_ranks(1, train, Layout(), False, "float32", plan)
+    assert_equal(whole(ran, 6), whole(ran, 3))
+    kept, lost = whole(ran, 4), whole(ran, 7)
+    assert max(np.abs(kept[name] - lost[name]).max() for name in kept) > 1e-4
+
+
+def test_bfloat16_keeps_its_float32_weights(tmp_path: Path) -> None:
+    """The optimizer's own float32 weights are part of the checkpoint: rounding them would change the next steps."""
+    folder, saved = str(make_model(tmp_path / "model", num_hidden_layers=2)), str(tmp_path / "checkpoint")
+    plan = [("fresh", folder), *[("update", "")] * 2, ("save", saved), *[("update", "")] * 3]
+    plan += [("fresh", folder), ("load", saved), *[("update", "")] * 3]
+    ran = run_ranks(2, train, Layout(dp=2), False, "bfloat16", plan)
+    assert_equal(whole(ran, 8), whole(ran, 3))
+    for step in (4, 5, 6):
+        assert_equal(whole(ran, step + 5), whole(ran, step))
+
+
+def test_a_role_that_does_not_train_reads_a_trained_one(tmp_path: Path) -> None:
+    folder, saved = str(make_model(tmp_path / "model", num_hidden_layers=2)), str(tmp_path / "checkpoint")
+    ran = run_ranks(1, train, Layout(), False, "float32", [("fresh", folder), ("update", ""), ("save", saved)])
+    read = run_ranks(2, frozen, folder, saved, Layout(tp=2))
+    assert_equal(whole([[(None, pieces)] for pieces in read], 0), whole(ran, 1))
+
+
+def frozen(folder: str, saved: str, layout: Layout) -> Pieces:
+    from megappo.reshard.files import block
+    from megappo.workers.megatron_role import MegatronRole
+    from megappo.workers.settings import RoleSettings
+
+    role = MegatronRole(RoleSettings(folder, layout, "float32", 64))
+    role.load(saved)
+    return {
+        (b.name, b.offset): role.params[b.param][block(b.local_offset, b.size)].double().numpy() for b in role.boxes()
+    }
