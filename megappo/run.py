@@ -148,6 +148,12 @@ class Run:
         self._warn_of_failed_rewards(rows)
         return validation_metrics(rows)
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether a checkpoint of the last step is there: nothing is left to train."""
+        latest = self.checkpoints.latest()
+        return latest is not None and self.checkpoints.read_state(latest)["step"] >= self.config.run.steps
+
     def finish(self) -> None:
         """Say how it went and write the report."""
         self.console.finish(f"report: {write_report(self.folder)}")

@@ -31,13 +31,15 @@ def train(config: Config) -> None:
     Raises:
         DataError, ModelError, PoolError, WorkerFailed, WeightMismatch: with words for the user.
     """
-    with Run(config) as run, Cluster(config, run.data_sources, run.console.status) as cluster:
-        trainer = Trainer(config, run, cluster)
-        trainer.resume()
-        if trainer.step == 0 and config.run.validate_before:
-            run.log(0, trainer.validate())
-        while trainer.step < config.run.steps:
-            run.log(trainer.step + 1, trainer.train_step())
+    with Run(config) as run:
+        if not run.is_finished:
+            with Cluster(config, run.data_sources, run.console.status) as cluster:
+                trainer = Trainer(config, run, cluster)
+                trainer.resume()
+                if trainer.step == 0 and config.run.validate_before:
+                    run.log(0, trainer.validate())
+                while trainer.step < config.run.steps:
+                    trainer.train_step()
         run.finish()
 
 
@@ -56,8 +58,8 @@ class Trainer:
         self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, length)
         self.validation_sampling = Sampling(rollout.validation_temperature, 1.0, -1, length)
 
-    def train_step(self) -> Metrics:
-        """One step, with validation and checkpoint where they are due."""
+    def train_step(self) -> None:
+        """One step, with validation and checkpoint where they are due; in the end it is in the log."""
         config, began = self.config, time.time()
         self.cluster.calls.spans.clear()
 
@@ -87,8 +89,9 @@ class Trainer:
         if last or _due(self.step, config.run.validate_every):
             metrics |= self.validate()
         if last or _due(self.step, config.run.save_every):
-            metrics |= self.save()
-        return metrics
+            self.save(metrics)
+        else:
+            self.run.log(self.step, metrics)
 
     @property
     def reference_columns(self) -> tuple[str, ...]:
@@ -160,14 +163,18 @@ class Trainer:
         batch = batch.with_columns(*self.cluster.gather(self.cluster.reward.score(batch)))
         return {**self.run.keep_validation(self.step, batch), "timing_s/testing": time.time() - began}
 
-    def save(self) -> Metrics:
-        """Write a checkpoint, complete or not at all."""
+    def save(self, metrics: Metrics) -> None:
+        """Write a checkpoint, complete or not at all, and the step's line in the log.
+
+        The line comes before the checkpoint gets its name: a run killed in between does the step again, and one killed
+        later has both.
+        """
         began = time.time()
         with self.run.checkpoints.writing(self.step) as folder:
             cluster = self.cluster
             cluster.gather(cluster.actor.save(str(folder / "actor")), cluster.critic.save(str(folder / "critic")))
             self.run.checkpoints.write_state(folder, {"step": self.step, "kl_controller": asdict(self.controller)})
-        return {"timing_s/save_checkpoint": time.time() - began}
+            self.run.log(self.step, {**metrics, "timing_s/save_checkpoint": time.time() - began})
 
     def resume(self) -> None:
         """Go on from the last complete checkpoint, if there is one; and fill the engines with the actor's weights."""

@@ -68,7 +68,8 @@ def start_ray(config: Config) -> bool:
         return False
     devices = sum(pool.devices for pool in config.pools.values())
     # Devices on CPU are processes: how many share a core is the user's choice, so Ray is told there are enough.
-    ray.init(num_cpus=devices + 2, include_dashboard=False, **quiet)
+    # "local": a cluster that somebody else started on this machine is not ours to use.
+    ray.init(address="local", num_cpus=devices + 2, include_dashboard=False, **quiet)
     return True
 
 

@@ -83,8 +83,9 @@ def validation_metrics(rows: pa.Table) -> Metrics:
     for source in sorted(set(sources)):
         here = sources == source
         samples = round(here.sum() / len(np.unique(prompts[here])))
-        core = "acc" if "acc" in measured and not np.isnan(measured["acc"][here]).all() else "reward"
-        for name, values in measured.items():
+        present = {name: values for name, values in measured.items() if not np.isnan(values[here]).all()}
+        core = "acc" if "acc" in present else "reward"
+        for name, values in present.items():
             kind = "val-core" if name == core else "val-aux"
             out[f"{kind}/{source}/{name}/mean@{samples}"] = float(np.nanmean(values[here]))
         out[f"val-aux/{source}/response_length/mean@{samples}"] = float(lengths[here].mean())

@@ -1,0 +1,30 @@
+"""What holds for all tests: one thread a process, nothing fetched, and `gpu` tests only where there is a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Before torch, Ray or vLLM is imported; the processes that tests start inherit it.
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    TOKENIZERS_PARALLELISM="false",
+    HF_HUB_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    RAY_USAGE_STATS_ENABLED="0",
+)
+os.environ.pop("RAY_ADDRESS", None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))

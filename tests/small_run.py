@@ -1,0 +1,169 @@
+"""A whole run in a folder of its own, started by the command line and watched from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from tiny import make_model
+
+from megappo.data.arithmetic import write_arithmetic
+
+ROOT = Path(__file__).resolve().parent.parent
+MARK = "MEGAPPO_TEST_RUN"
+"""Environment variable by which all processes of one command are known, however they were started."""
+
+CONFIG = """\
+run:
+  {dir: run, steps: 5, seed: 3, device: cpu, dtype: float32, validate_every: 3, save_every: 2, keep_checkpoints: 2,
+   trackers: [tensorboard], timeout_s: 120}
+model: model
+data:
+  {train: data/train.parquet, validation: data/validation.parquet, prompts_per_step: 7, max_prompt: 8, max_response: 9}
+pools:
+  train: {devices_per_node: 4}
+  value: {devices_per_node: 2}
+  score: {devices_per_node: 1}
+  serve: {devices_per_node: 1}
+roles:
+  actor: {pool: train, tp: 2, pp: 2, sequence_parallel: true, micro_batch_tokens: 100}
+  critic: {pool: value, pp: 2, micro_batch_tokens: 90}
+  reference: {pool: score, micro_batch_tokens: 80}
+  rollout: {pool: serve, samples_per_prompt: 3, kv_cache_gib: 0.1}
+  reward: {function: "score.py:compute_score", processes: 1}
+ppo:
+  mini_batch: 8
+  actor_lr: 1.0e-3
+  critic_lr: 1.0e-3
+  entropy_coef: 0.001
+  kl: {coef: 0.05, target: 0.2, horizon: 1000}
+  optimizer: {warmup_steps: 2, schedule: linear}
+"""
+REWARD = """\
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if ground_truth.endswith("7"):
+        return float("nan")
+    return sum(character.isdigit() for character in solution_str) / 9
+"""
+
+
+def make_run_folder(folder: Path) -> Path:
+    """Data, a random tiny model with a vocabulary that needs padding, a reward (NaN for some) and ``config.yaml``."""
+    write_arithmetic(folder / "data", train=20, validation=9, digits=1)
+    make_model(folder / "model", hidden_size=128, vocab_size=51, tie_word_embeddings=True)
+    make_tiny_model().make_tokenizer().save_pretrained(folder / "model")
+    (folder / "score.py").write_text(REWARD)
+    (folder / "config.yaml").write_text(CONFIG)
+    return folder
+
+
+def make_tiny_model() -> Any:
+    """The quickstart's script as a module."""
+    spec = importlib.util.spec_from_file_location("make_tiny_model", ROOT / "launch" / "make_tiny_model.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Command:
+    """``python -m megappo train config.yaml ...`` in a session of its own."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.mark = uuid.uuid4().hex
+        self.output = folder / f"output-{self.mark[:8]}.txt"
+        self.began = time.monotonic()
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "megappo", "train", "config.yaml", *overrides],
+                cwd=folder,
+                env={**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def text(self) -> str:
+        """Everything on standard output and standard error so far."""
+        return self.output.read_text()
+
+    def until(self, happened: Callable[[], Any], limit_s: float = 150) -> None:
+        """Wait for something to happen while the command runs."""
+        deadline = time.monotonic() + limit_s
+        while not happened():
+            assert self.process.poll() is None, f"ended early with {self.process.returncode}:\n{self.text}"
+            assert time.monotonic() < deadline, f"waited {limit_s} s in vain; output so far:\n{self.text}"
+            time.sleep(0.01)
+
+    def wait(self, limit_s: float = 150) -> int:
+        """The exit status."""
+        try:
+            return self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            raise AssertionError(f"not done after {limit_s} s; output:\n{self.text}") from None
+
+    def processes(self) -> list[psutil.Process]:
+        """All living processes of this command, Ray's and vLLM's included."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def kill_all(self) -> None:
+        """SIGKILL for the command and for everything that it started."""
+        while alive := self.processes():
+            for process in alive:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.1)
+
+    def assert_nothing_left(self, limit_s: float = 10) -> None:
+        """Every process of the command is gone, soon after it ended."""
+        deadline = time.monotonic() + limit_s
+        while alive := self.processes():
+            if time.monotonic() > deadline:
+                names = [" ".join(process.cmdline())[:120] for process in alive]
+                self.kill_all()
+                raise AssertionError(f"still alive {limit_s} s after the end: {names}")
+            time.sleep(0.1)
+
+
+def worker_pid(processes: list[psutil.Process], log_file: Path) -> int:
+    """The process that writes to a worker's log: its standard output goes there."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(OSError):
+            if Path(os.readlink(f"/proc/{process.pid}/fd/1")) == log_file.resolve():
+                found.append(process)
+    parents = {process.pid for process in found}
+    roots = [process.pid for process in found if process.ppid() not in parents]
+    assert len(roots) == 1, f"{log_file}: written by {found}"
+    return roots[0]
+
+
+def kill(pid: int) -> None:
+    """SIGKILL one process."""
+    os.kill(pid, signal.SIGKILL)
+
+
+def log_steps(folder: Path) -> list[int]:
+    """Steps in the log so far, in order."""
+    path = folder / "log.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.is_file() else []

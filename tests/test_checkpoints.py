@@ -1,0 +1,92 @@
+"""A checkpoint is complete or absent, whenever the writer is interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megappo.checkpoints import Checkpoints
+
+
+def write(checkpoints: Checkpoints, step: int, text: str = "weights") -> None:
+    with checkpoints.writing(step) as folder:
+        (folder / "actor" / "data").write_text(text)
+        checkpoints.write_state(folder, {"step": step, "kl_controller": {"coef": 0.1 + 0.2}})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_none_at_first(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path / "checkpoints", 2).latest() is None
+
+
+def test_state_comes_back_exactly(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, 2)
+    write(checkpoints, 3)
+    latest = checkpoints.latest()
+    assert latest == tmp_path / "step_3"
+    assert checkpoints.read_state(latest) == {"step": 3, "kl_controller": {"coef": 0.1 + 0.2}}
+    assert (latest / "actor" / "data").read_text() == "weights"
+    assert (latest / "critic").is_dir()
+
+
+def test_the_latest_is_by_number_and_the_oldest_go(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, 2)
+    for step in (8, 9, 10):
+        write(checkpoints, step)
+    assert names(tmp_path) == ["step_10", "step_9"]
+    assert checkpoints.latest() == tmp_path / "step_10"
+
+
+def test_an_interrupted_one_is_not_there(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, 2)
+    write(checkpoints, 1)
+    with pytest.raises(KeyboardInterrupt), checkpoints.writing(2) as folder:
+        (folder / "actor" / "half").write_text("half")
+        checkpoints.write_state(folder, {"step": 2})
+        raise KeyboardInterrupt
+    assert checkpoints.latest() == tmp_path / "step_1"
+    write(checkpoints, 2)
+    assert names(tmp_path) == ["step_1", "step_2"]
+    assert not (tmp_path / "step_2" / "actor" / "half").exists()
+
+
+def test_one_without_the_trainers_state_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"step_4.partial: the checkpoint was not finished"):
+        with Checkpoints(tmp_path, 2).writing(4):
+            pass
+    assert Checkpoints(tmp_path, 2).latest() is None
+
+
+def test_killed_between_the_last_write_and_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path, 1)
+    write(checkpoints, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda self, target: (_ for _ in ()).throw(SystemExit))
+        with pytest.raises(SystemExit):
+            write(checkpoints, 2)
+    assert names(tmp_path) == ["step_1", "step_2.partial"]  # the old one goes only after the new one has its name
+    assert checkpoints.latest() == tmp_path / "step_1"
+
+
+def test_killed_while_an_old_one_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path, 1)
+    write(checkpoints, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda path: (_ for _ in ()).throw(SystemExit))
+        with pytest.raises(SystemExit):
+            write(checkpoints, 2)
+    assert checkpoints.latest() == tmp_path / "step_2"
+    write(checkpoints, 3)
+    assert names(tmp_path) == ["step_3"]
+
+
+def test_writing_a_step_again_replaces_it(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, 2)
+    write(checkpoints, 1, "old")
+    write(checkpoints, 1, "new")
+    assert (tmp_path / "step_1" / "actor" / "data").read_text() == "new"
+    assert names(tmp_path) == ["step_1"]

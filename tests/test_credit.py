@@ -1,0 +1,101 @@
+"""Credit of a batch: a case worked by hand, and the padded recursion against one row at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from megappo.config import KLConfig, PPOConfig
+from megappo.credit import assign_credit
+from megappo.data import batch
+from megappo.ppo.kl import KLController
+
+PPO = PPOConfig(mini_batch=2, actor_lr=1e-6, critic_lr=1e-6, gamma=0.5, lam=0.5, whiten_advantages=False)
+FIXED = KLController(0.1)
+
+
+def ragged(*rows: list[float]) -> pa.ListArray:
+    return batch.ragged(np.array(sum(rows, []), np.float32), [len(row) for row in rows])
+
+
+def by_hand() -> pa.Table:
+    """A row of three tokens and a row of one; k1 = logprobs - ref_logprobs = (1, -2, 0) and (4)."""
+    return pa.table(
+        {
+            "id": pa.array([7, 3], pa.int64()),
+            "score": pa.array([2.0, -1.0], pa.float32()),
+            "values": ragged([1.0, 2.0, 4.0], [0.5]),
+            "logprobs": ragged([-1.0, -3.0, -2.0], [-1.0]),
+            "ref_logprobs": ragged([-2.0, -1.0, -2.0], [-5.0]),
+        }
+    )
+
+
+def lists(table: pa.Table, name: str) -> list[list[float]]:
+    return [row.tolist() for row in batch.split_rows(table, name)]
+
+
+def test_worked_by_hand() -> None:
+    credit = assign_credit(by_hand(), PPO, FIXED)
+    assert batch.column(credit.table, "id").tolist() == [7, 3]
+    # The penalty -0.1 k1 on every token, and the score on the last one of each row.
+    np.testing.assert_allclose(sum(lists(credit.table, "rewards"), []), [-0.1, 0.2, 2.0, -1.4], rtol=1e-6)
+    # deltas: -0.1 + 1 - 1 = -0.1;  0.2 + 2 - 2 = 0.2;  2 - 4 = -2;  and -1.4 - 0.5 = -1.9. A_t = delta_t + A_{t+1} / 4.
+    expected = [-0.1 + (0.2 - 2.0 / 4) / 4, 0.2 - 2.0 / 4, -2.0, -1.9]
+    np.testing.assert_allclose(sum(lists(credit.table, "advantages"), []), expected, rtol=1e-6)
+    returns = np.array(expected) + [1.0, 2.0, 4.0, 0.5]
+    np.testing.assert_allclose(sum(lists(credit.table, "returns"), []), returns, rtol=1e-6)
+    assert credit.mean_kl == pytest.approx((1 - 2 + 0 + 4) / 2)  # a response
+    assert credit.mean_token_kl == pytest.approx((1 - 2 + 0 + 4) / 4)
+    assert [len(row) for row in lists(credit.table, "returns")] == [3, 1]
+    assert credit.table.schema.field("advantages").type == pa.list_(pa.float32())
+
+
+def test_whitening_is_over_all_tokens_and_leaves_returns_alone() -> None:
+    plain = assign_credit(by_hand(), PPO, FIXED)
+    white = assign_credit(by_hand(), replace(PPO, whiten_advantages=True), FIXED)
+    a = np.array(sum(lists(plain.table, "advantages"), []))
+    np.testing.assert_allclose(
+        sum(lists(white.table, "advantages"), []), (a - a.mean()) / np.sqrt(a.var(ddof=1) + 1e-8), rtol=1e-5
+    )
+    for name in ("rewards", "returns"):
+        assert white.table.column(name).equals(plain.table.column(name))
+
+
+def test_without_a_reference_the_reward_is_the_score() -> None:
+    credit = assign_credit(by_hand().drop_columns(["ref_logprobs"]), PPO, FIXED)
+    assert lists(credit.table, "rewards") == [[0.0, 0.0, 2.0], [-1.0]]
+    assert (credit.mean_kl, credit.mean_token_kl) == (0.0, 0.0)
+
+
+def test_kl_loss_alone_is_observed_but_not_charged() -> None:
+    credit = assign_credit(by_hand(), replace(PPO, kl=KLConfig(in_reward=False, loss_coef=0.1)), FIXED)
+    assert lists(credit.table, "rewards") == [[0.0, 0.0, 2.0], [-1.0]]
+    assert credit.mean_kl == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(("estimator", "kl"), [("k1", [1, -2, 0, 4]), ("k2", [0.5, 2, 0, 8])])
+def test_estimator_is_the_configured_one(estimator: str, kl: list[float]) -> None:
+    credit = assign_credit(by_hand(), replace(PPO, kl=KLConfig(estimator=estimator)), FIXED)
+    assert credit.mean_kl == pytest.approx(sum(kl) / 2)
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    rng = np.random.default_rng(5)
+    lengths = [4, 1, 9, 2, 6]
+    table = pa.table(
+        {
+            "id": pa.array(range(5), pa.int64()),
+            "score": pa.array(rng.standard_normal(5), pa.float32()),
+            **{
+                name: batch.ragged(rng.standard_normal(sum(lengths)).astype(np.float32), lengths)
+                for name in ("values", "logprobs", "ref_logprobs")
+            },
+        }
+    )
+    together = assign_credit(table, PPO, FIXED).table
+    for row in range(5):
+        assert assign_credit(table.slice(row, 1), PPO, FIXED).table.equals(together.slice(row, 1).combine_chunks())

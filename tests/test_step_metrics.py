@@ -1,0 +1,135 @@
+"""A step's numbers against values worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from megappo.cluster.calls import Place, Span
+from megappo.data import batch
+from megappo.report.step_metrics import batch_metrics, busy_seconds, time_metrics, validation_metrics
+
+
+def ragged(*rows: list[float]) -> pa.ListArray:
+    return batch.ragged(np.array(sum(rows, []), np.float32), [len(row) for row in rows])
+
+
+def rows() -> pa.Table:
+    return pa.table(
+        {
+            "id": [0, 1],
+            "prompt_ids": pa.array([[1, 2, 3, 4], [1, 2]], pa.list_(pa.int32())),
+            "response_ids": pa.array([[5, 6, 7], [8]], pa.list_(pa.int32())),
+            "finish_reason": ["length", "stop"],
+            "score": pa.array([1.0, 0.0], pa.float32()),
+            "failed": [False, True],
+            "rewards": ragged([-0.5, 0.0, 1.0], [-0.25]),
+            "advantages": ragged([1.0, -2.0, 3.0], [-1.0]),
+            "values": ragged([0.0, 1.0, 2.0], [1.0]),
+            "returns": ragged([1.0, 1.0, 3.0], [3.0]),
+            "logprobs": ragged([-1.0, -2.0, -3.0], [-4.0]),
+            "rollout_logprobs": ragged([-1.5, -2.0, -3.0], [-3.5]),
+        }
+    )
+
+
+def test_batch_metrics() -> None:
+    found = batch_metrics(rows(), max_prompt=4, max_response=3)
+    expected = {
+        "critic/score/mean": 0.5,
+        "critic/score/max": 1.0,
+        "critic/rewards/mean": 0.125,  # sums of rows: 0.5 and -0.25
+        "critic/rewards/min": -0.25,
+        "critic/advantages/mean": 0.25,  # over tokens, not rows
+        "critic/advantages/max": 3.0,
+        "critic/returns/mean": 2.0,
+        "critic/values/min": 0.0,
+        # Var(returns) = 1; returns - values = (1, 0, 1, 2), of variance 1/2
+        "critic/vf_explained_var": 0.5,
+        "response_length/mean": 2.0,
+        "response_length/clip_ratio": 0.5,
+        "prompt_length/mean": 3.0,
+        "prompt_length/clip_ratio": 0.5,
+        "reward/failed_rows": 1.0,
+        "perf/total_num_tokens": 10.0,
+        "training/rollout_probs_diff_mean": 0.25,
+        "training/rollout_probs_diff_max": 0.5,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+def test_constant_returns_explain_nothing() -> None:
+    table = rows().drop_columns(["returns"]).append_column("returns", ragged([1.0, 1.0, 1.0], [1.0]))
+    assert batch_metrics(table, 4, 3)["critic/vf_explained_var"] == 0.0
+
+
+def validation(extras: list[str]) -> pa.Table:
+    return pa.table(
+        {
+            "data_source": ["a", "a", "a", "a", "b", "b"],
+            "prompt_index": [0, 0, 1, 1, 2, 2],
+            "response_ids": pa.array([[1], [1, 2], [1], [1], [1], [1]], pa.list_(pa.int32())),
+            "score": pa.array([1, 0, 1, 1, 0.5, 0], pa.float32()),
+            "extras": extras,
+        }
+    )
+
+
+def test_validation_without_accuracy_shows_the_reward() -> None:
+    assert validation_metrics(validation([""] * 6)) == {
+        "val-core/a/reward/mean@2": 0.75,
+        "val-core/b/reward/mean@2": 0.25,
+        "val-aux/a/response_length/mean@2": 1.25,
+        "val-aux/b/response_length/mean@2": 1.0,
+    }
+
+
+def test_accuracy_comes_first_where_a_source_reports_it() -> None:
+    found = validation_metrics(validation(['{"acc": 1}', '{"acc": 0}', "{}", '{"acc": 0}', "{}", ""]))
+    assert found["val-core/a/acc/mean@2"] == pytest.approx(1 / 3)  # over the rows that have it
+    assert found["val-aux/a/reward/mean@2"] == 0.75
+    assert found["val-core/b/reward/mean@2"] == 0.25
+    assert not any("nan" in str(value) for value in found.values())
+
+
+@dataclass(frozen=True)
+class Interval:
+    began: float
+    ended: float
+
+
+def test_busy_seconds_is_the_union() -> None:
+    assert busy_seconds([]) == 0
+    assert busy_seconds([Interval(5, 7), Interval(0, 2), Interval(1, 3), Interval(1, 1.5)]) == pytest.approx(5)
+
+
+def test_time_metrics() -> None:
+    def span(role: str, rank: int, pool: str, method: str, began: float, ended: float) -> Span:
+        return Span(Place(role, rank, pool, "node", "log"), method, 100 + began, 100 + ended)
+
+    found = time_metrics(
+        [
+            span("rollout", 0, "serve", "generate", 0, 2),
+            span("actor", 0, "train", "score", 2, 4),
+            span("actor", 1, "train", "score", 2.5, 5),
+            span("critic", 0, "value", "update", 5, 9),
+            span("actor", 0, "train", "update", 5, 8),
+            span("rollout", 0, "serve", "call", 9, 9.5),
+        ],
+        step_s=10,
+    )
+    assert found == pytest.approx(
+        {
+            "timing_s/gen": 2,
+            "timing_s/old_log_prob": 3,
+            "timing_s/update_critic": 4,
+            "timing_s/update_actor": 3,
+            "perf/busy_share/serve": 0.25,
+            "perf/busy_share/train": 0.6,
+            "perf/busy_share/value": 0.4,
+            "perf/driver_share": 0.05,
+        }
+    )
