@@ -38,15 +38,21 @@ PPO = PPOConfig(
 
 def update(folder: str, layout: Layout, critic: bool, ppo: PPOConfig, budget: int) -> tuple[Any, list[Any]]:
     """Two mini-batches; the reported statistics, and what this rank holds of the model afterwards."""
+    from megappo.workers.megatron_role import MegatronRole
+    from megappo.workers.settings import RoleSettings
+
+    return take_steps(MegatronRole(RoleSettings(folder, layout, "float32", budget, critic, ppo.optimizer)), critic, ppo)
+
+
+def take_steps(role: Any, critic: bool, ppo: PPOConfig) -> tuple[Any, list[Any]]:
     import torch.distributed as dist
 
     from megappo.ppo.balance import balanced_partition, mini_batches
     from megappo.reshard.files import block
-    from megappo.workers.megatron_role import MegatronRole
     from megappo.workers.objectives import ActorObjective, CriticObjective
-    from megappo.workers.settings import MiniBatch, RoleSettings, Totals
+    from megappo.workers.settings import MiniBatch, Totals
 
-    role = MegatronRole(RoleSettings(folder, layout, "float32", budget, critic, ppo.optimizer))
+    layout = role.settings.layout
     dp_rank = layout.coordinates(dist.get_rank())["dp"]
     ids, lengths = batch.column(ROWS, "id"), batch.lengths(ROWS, "response_ids")
     steps = []
@@ -104,6 +110,23 @@ def assert_same(a: tuple[dict[str, float], dict[str, np.ndarray]], b: tuple[Any,
 def test_update_equals_one_rank(folders: dict[bool, str], role: str, layout: Layout) -> None:
     folder, critic = folders[role == "actor-tied"], role == "critic"
     assert_same(gathered(run_ranks(layout.world, update, folder, layout, critic, PPO, 64)), one_rank(folder, critic))
+
+
+def two_roles(folder: str) -> list[tuple[Any, list[Any]]]:
+    """An actor on TP2 x PP2 and a critic on DP4, built in the same processes, then updated in turn."""
+    from megappo.workers.megatron_role import MegatronRole
+    from megappo.workers.settings import RoleSettings
+
+    roles = []
+    for layout, critic in ((Layout(tp=2, pp=2), False), (Layout(dp=4), True)):
+        roles.append((MegatronRole(RoleSettings(folder, layout, "float32", 64, critic, PPO.optimizer)), critic))
+    return [take_steps(role, critic, PPO) for role, critic in roles]
+
+
+def test_two_roles_share_processes_with_two_layouts(folders: dict[bool, str]) -> None:
+    results = run_ranks(4, two_roles, folders[False])
+    for index, critic in enumerate((False, True)):
+        assert_same(gathered([rank[index] for rank in results]), one_rank(folders[False], critic))
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"])
