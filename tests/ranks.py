@@ -44,7 +44,8 @@ def run_ranks(world: int, target: Callable[..., Any], *args: Any, timeout_s: flo
         while len(results) < world:
             ready = wait([p for r, p in enumerate(pipes) if r not in results], max(deadline - time.monotonic(), 0))
             if not ready:
-                raise TimeoutError(f"ranks {sorted(set(range(world)) - results.keys())} did not finish in {timeout_s} s")
+                late = sorted(set(range(world)) - results.keys())
+                raise TimeoutError(f"ranks {late} did not finish in {timeout_s} s")
             for pipe in ready:
                 rank = pipes.index(pipe)  # type: ignore[arg-type]
                 try:
@@ -62,7 +63,9 @@ def run_ranks(world: int, target: Callable[..., Any], *args: Any, timeout_s: flo
     return [results[rank] for rank in range(world)]
 
 
-def _rank(rank: int, world: int, port: int, pipe: Connection, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, world: int, port: int, pipe: Connection, target: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     try:
         import torch.distributed as dist
 
