@@ -65,9 +65,11 @@ class Trainer:
 
         batch = self.generate()
         batch = self.evaluate(batch)
+        evaluated = time.time()
         rows = batch.read("logprobs", "values", "score", *self.reference_columns)
         credit = assign_credit(rows, config.ppo, self.controller)
         batch = batch.with_columns([put_table(credit.table)])
+        credited = time.time()
         trained = self.update(batch)
         self.cluster.sync_weights(version=self.step + 1)
 
@@ -83,7 +85,7 @@ class Trainer:
         self.step += 1
         step_s = time.time() - began
         metrics |= time_metrics(self.cluster.calls.spans, step_s)
-        metrics |= {"timing_s/step": step_s, "perf/time_per_step": step_s}
+        metrics |= {"timing_s/adv": credited - evaluated, "timing_s/step": step_s, "perf/time_per_step": step_s}
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / step_s
         last = self.step == config.run.steps
         if last or _due(self.step, config.run.validate_every):

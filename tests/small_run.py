@@ -118,12 +118,7 @@ class Command:
 
     def processes(self) -> list[psutil.Process]:
         """All living processes of this command, Ray's and vLLM's included."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        return marked(self.mark)
 
     def kill_all(self) -> None:
         """SIGKILL for the command and for everything that it started."""
@@ -143,6 +138,16 @@ class Command:
                 self.kill_all()
                 raise AssertionError(f"still alive {limit_s} s after the end: {names}")
             time.sleep(0.1)
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """All living processes that were started under a mark, children of children included."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def worker_pid(processes: list[psutil.Process], log_file: Path) -> int:

@@ -55,9 +55,9 @@ def test_an_interrupted_one_is_not_there(tmp_path: Path) -> None:
 
 
 def test_one_without_the_trainers_state_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"step_4.partial: the checkpoint was not finished"):
-        with Checkpoints(tmp_path, 2).writing(4):
-            pass
+    refused = pytest.raises(RuntimeError, match=r"step_4.partial: the checkpoint was not finished")
+    with refused, Checkpoints(tmp_path, 2).writing(4):
+        pass
     assert Checkpoints(tmp_path, 2).latest() is None
 
 

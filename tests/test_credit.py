@@ -18,7 +18,7 @@ FIXED = KLController(0.1)
 
 
 def ragged(*rows: list[float]) -> pa.ListArray:
-    return batch.ragged(np.array(sum(rows, []), np.float32), [len(row) for row in rows])
+    return batch.ragged(np.concatenate(rows).astype(np.float32), [len(row) for row in rows])
 
 
 def by_hand() -> pa.Table:
@@ -42,12 +42,12 @@ def test_worked_by_hand() -> None:
     credit = assign_credit(by_hand(), PPO, FIXED)
     assert batch.column(credit.table, "id").tolist() == [7, 3]
     # The penalty -0.1 k1 on every token, and the score on the last one of each row.
-    np.testing.assert_allclose(sum(lists(credit.table, "rewards"), []), [-0.1, 0.2, 2.0, -1.4], rtol=1e-6)
+    np.testing.assert_allclose(batch.flat(credit.table, "rewards"), [-0.1, 0.2, 2.0, -1.4], rtol=1e-6)
     # deltas: -0.1 + 1 - 1 = -0.1;  0.2 + 2 - 2 = 0.2;  2 - 4 = -2;  and -1.4 - 0.5 = -1.9. A_t = delta_t + A_{t+1} / 4.
     expected = [-0.1 + (0.2 - 2.0 / 4) / 4, 0.2 - 2.0 / 4, -2.0, -1.9]
-    np.testing.assert_allclose(sum(lists(credit.table, "advantages"), []), expected, rtol=1e-6)
-    returns = np.array(expected) + [1.0, 2.0, 4.0, 0.5]
-    np.testing.assert_allclose(sum(lists(credit.table, "returns"), []), returns, rtol=1e-6)
+    np.testing.assert_allclose(batch.flat(credit.table, "advantages"), expected, rtol=1e-6)
+    returns = np.add(expected, [1.0, 2.0, 4.0, 0.5])
+    np.testing.assert_allclose(batch.flat(credit.table, "returns"), returns, rtol=1e-6)
     assert credit.mean_kl == pytest.approx((1 - 2 + 0 + 4) / 2)  # a response
     assert credit.mean_token_kl == pytest.approx((1 - 2 + 0 + 4) / 4)
     assert [len(row) for row in lists(credit.table, "returns")] == [3, 1]
@@ -57,9 +57,9 @@ def test_worked_by_hand() -> None:
 def test_whitening_is_over_all_tokens_and_leaves_returns_alone() -> None:
     plain = assign_credit(by_hand(), PPO, FIXED)
     white = assign_credit(by_hand(), replace(PPO, whiten_advantages=True), FIXED)
-    a = np.array(sum(lists(plain.table, "advantages"), []))
+    a = batch.flat(plain.table, "advantages")
     np.testing.assert_allclose(
-        sum(lists(white.table, "advantages"), []), (a - a.mean()) / np.sqrt(a.var(ddof=1) + 1e-8), rtol=1e-5
+        batch.flat(white.table, "advantages"), (a - a.mean()) / np.sqrt(a.var(ddof=1) + 1e-8), rtol=1e-5
     )
     for name in ("rewards", "returns"):
         assert white.table.column(name).equals(plain.table.column(name))

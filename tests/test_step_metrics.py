@@ -14,7 +14,7 @@ from megappo.report.step_metrics import batch_metrics, busy_seconds, time_metric
 
 
 def ragged(*rows: list[float]) -> pa.ListArray:
-    return batch.ragged(np.array(sum(rows, []), np.float32), [len(row) for row in rows])
+    return batch.ragged(np.concatenate(rows).astype(np.float32), [len(row) for row in rows])
 
 
 def rows() -> pa.Table:

@@ -30,16 +30,31 @@ def index_tensors(spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
 def rule_elements(
     spec: ModelSpec, boxes: Sequence[Box], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, torch.Tensor]:
-    """What the parameters would hold after loading the numbered model, if the boxes are right; int64."""
+    """What the parameters would hold after loading the numbered model, if the boxes are right; int64.
+
+    The boxes must fit (see :func:`misfits`).
+    """
     out = {name: torch.full(shape, NOTHING, dtype=torch.int64) for name, shape in shapes.items()}
     by_name: dict[str, list[Box]] = {}
     for box in boxes:
         by_name.setdefault(box.name, []).append(box)
     for name, tensor in index_tensors(spec):
         for box in by_name.get(name, ()):
-            if box.param in out:
-                out[box.param][block(box.local_offset, box.size)] = tensor[block(box.offset, box.size)]
+            out[box.param][block(box.local_offset, box.size)] = tensor[block(box.offset, box.size)]
     return out
+
+
+def misfits(boxes: Sequence[Box], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Names of parameters that boxes reach out of, or that are not there at all."""
+    return sorted(
+        {
+            box.param
+            for box in boxes
+            if box.param not in shapes
+            or len(box.size) != len(shapes[box.param])
+            or any(o + n > extent for o, n, extent in zip(box.local_offset, box.size, shapes[box.param], strict=True))
+        }
+    )
 
 
 def loaded_elements(spec: ModelSpec, model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from megappo.reshard.actor_to_rollout import TransferSpec
 from megappo.reshard.boxes import vllm_boxes
 from megappo.reshard.gloo import GlooTransport
 from megappo.reshard.plan import make_messages, plan_hash
-from megappo.reshard.probe import loaded_elements, rule_elements
+from megappo.reshard.probe import loaded_elements, misfits, rule_elements
 from megappo.reshard.transfer import BUCKET_BYTES, receive_weights
 
 
@@ -55,9 +55,10 @@ class WeightReceiver:
     def megappo_probe(self, transfer: TransferSpec) -> list[str]:
         """Compare our table with where vLLM's loader really puts each element; returns the differences."""
         model = self.get_model()
-        expected = rule_elements(
-            transfer.model, vllm_boxes(transfer.model, transfer.engine_tp, self.rank, 0), _shapes(model)
-        )
+        boxes, shapes = vllm_boxes(transfer.model, transfer.engine_tp, self.rank, 0), _shapes(model)
+        if outside := misfits(boxes, shapes):
+            return [f"{name}: our table does not fit vLLM's parameter (worker {self.rank})" for name in outside]
+        expected = rule_elements(transfer.model, boxes, shapes)
         found = loaded_elements(transfer.model, model)
         return [
             f"{name}: vLLM's loader puts other elements there than our table says (worker {self.rank})"
