@@ -18,7 +18,6 @@ from megappo.cluster.dataflow import Batch
 from megappo.config import Config, dump_config
 from megappo.data import batch as rows_of
 from megappo.data.prompts import PromptSet, load_prompts
-from megappo.models.spec import read_model_spec
 from megappo.report.console import Console
 from megappo.report.html import write_report
 from megappo.report.roles import describe_roles
@@ -49,7 +48,6 @@ class Run:
     Attributes:
         train_prompts, validation_prompts: the prompts; validation may be missing.
         data_sources: all that occur in them.
-        vocab_size: of the actor.
         console: tells a person what is going on.
         checkpoints: of this run.
     """
@@ -64,7 +62,6 @@ class Run:
 
         self.config = config
         self.folder = Path(config.run.dir)
-        self.vocab_size = read_model_spec(config.roles.actor.model or config.model).vocab_size
         tokenizer = AutoTokenizer.from_pretrained(config.model)
         self.train_prompts = self._load(config.data.train, tokenizer)
         self.validation_prompts = self._load(config.data.validation, tokenizer) if config.data.validation else None

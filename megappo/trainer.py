@@ -144,7 +144,7 @@ class Trainer:
         }
         pending = [self.cluster.critic.update(batch, steps, CriticObjective(ppo), rates["critic"])]
         if self.step >= ppo.critic_warmup:
-            objective = ActorObjective(ppo, self.run.vocab_size, self.config.roles.rollout.temperature)
+            objective = ActorObjective(ppo, self.config.roles.rollout.temperature)
             pending.append(self.cluster.actor.update(batch, steps, objective, rates["actor"]))
         out: Metrics = {f"{role}/lr": rate for role, rate in rates.items()}
         for metrics in self.cluster.gather(*pending):

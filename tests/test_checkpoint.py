@@ -49,7 +49,7 @@ def train(layout: Layout, critic: bool, dtype: str, plan: list[tuple[str, str]])
         if verb == "fresh":
             role = MegatronRole(RoleSettings(path, layout, dtype, 64, critic, PPO.optimizer))
         elif verb == "update":
-            objective = CriticObjective(PPO) if critic else ActorObjective(PPO, role.spec.vocab_size, 1.0)
+            objective = CriticObjective(PPO) if critic else ActorObjective(PPO, 1.0)
             stats = role.update(ROWS, [step], objective, 1e-3)
         elif verb == "save":
             role.save(path)

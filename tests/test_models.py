@@ -47,9 +47,10 @@ def megatron_logits(folder: str, tp: int, pp: int) -> np.ndarray | None:
             if not role.is_last_stage:
                 dist.send(out.contiguous(), group=role.groups.pp, group_dst=1)
                 return None
-    parts = [torch.empty_like(out) for _ in range(tp)]
-    dist.all_gather(parts, out.contiguous(), group=role.groups.tp)
-    return torch.cat(parts, -1)[0, :, : role.spec.vocab_size].reshape(rows, length, -1).numpy()
+    part = out @ role.head.weight_vh.T
+    parts = [torch.empty_like(part) for _ in range(tp)]
+    dist.all_gather(parts, part, group=role.groups.tp)
+    return torch.cat(parts, -1)[:, : role.spec.vocab_size].reshape(rows, length, -1).numpy()
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def take_steps(role: Any, critic: bool, ppo: PPOConfig) -> tuple[Any, list[Any]]
     for rows in mini_batches(ROWS.num_rows, ppo.mini_batch):
         share = balanced_partition(lengths[rows].tolist(), layout.dp)[dp_rank]
         steps.append(MiniBatch(ids[np.array(rows)[share]], Totals(len(rows), int(lengths[rows].sum()))))
-    objective = CriticObjective(ppo) if critic else ActorObjective(ppo, role.spec.vocab_size, 0.8)
+    objective = CriticObjective(ppo) if critic else ActorObjective(ppo, 0.8)
     stats = role.update(ROWS, steps, objective, 1e-3)
     held = [(b.name, b.offset, role.params[b.param][block(b.local_offset, b.size)].numpy()) for b in role.boxes()]
     return stats, held
@@ -180,6 +180,6 @@ def first_step(folder: str) -> dict[str, float]:
     rows = mini_batches(ROWS.num_rows, PPO.mini_batch)[0]
     totals = Totals(len(rows), int(batch.lengths(ROWS, "response_ids")[rows].sum()))
     mini = MiniBatch(batch.column(ROWS, "id")[rows], totals)
-    stats = role.update(ROWS, [mini], ActorObjective(PPO, role.spec.vocab_size, 0.8), 1e-3)
+    stats = role.update(ROWS, [mini], ActorObjective(PPO, 0.8), 1e-3)
     assert stats is not None
     return stats

@@ -79,7 +79,7 @@ def _leave(weight: torch.Tensor) -> None:
 
 def build_model(
     spec: ModelSpec, layout: Layout, groups: ProcessGroupCollection, dtype: torch.dtype, *, scalar_head: bool = False
-) -> GPTModel:
+) -> PolicyModel:
     """Build this rank's part of the model, on its device; the weights are uninitialised.
 
     Args:
@@ -91,7 +91,7 @@ def build_model(
     """
     config = transformer_config(spec, layout, dtype)
     first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
-    model = _GPTModel(
+    model = PolicyModel(
         config=config,
         transformer_layer_spec=block_spec(config, groups.pp.rank()),
         vocab_size=megatron_vocabulary(spec.vocab_size, layout.tp),
@@ -110,12 +110,35 @@ def build_model(
     return model.to(device())
 
 
-class _GPTModel(GPTModel):
-    """Megatron's GPT, but for the checkpoint entry of a tied head: there Megatron asks its globals for a rank."""
+class PolicyModel(GPTModel):
+    """Megatron's GPT, which ends before its head: the last stage gives hidden states, or a scalar head's values.
+
+    :class:`~megappo.models.language_head.LanguageHead` goes on from the hidden states, with :attr:`head_weight`.
+    """
+
+    @property
+    def head_weight(self) -> torch.nn.Parameter:
+        """Weight of the language-model head, [padded vocabulary / tp, hidden]; on the last stage only."""
+        shared = self.share_embeddings_and_output_weights
+        return self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
+
+    def _postprocess(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """[sequence, 1, hidden] between stages; at the end [tokens, hidden], or [tokens, 1] of a scalar head."""
+        if not self.post_process:
+            return hidden_states
+        if isinstance(self.output_layer, ScalarHead):
+            return self.output_layer(hidden_states)[:, 0]
+        # Each rank's slice of the vocabulary gives a part of the hidden states' gradient: these sum them.
+        if self.config.sequence_parallel:
+            return tensor_parallel.gather_from_sequence_parallel_region(hidden_states, group=self.pg_collection.tp)[
+                :, 0
+            ]
+        return tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=self.pg_collection.tp)[:, 0]
 
     def tie_embeddings_and_output_weights_state_dict(
         self, sharded_state_dict: dict[str, Any], output_key: str, embedding_key: str, metadata: dict[str, Any]
     ) -> None:
+        """The checkpoint entry of a tied head; Megatron's own version asks its globals for a rank."""
         if self.post_process and not self.pre_process:
             head = sharded_state_dict[output_key]  # a copy of the first stage's embedding, which alone is written
             head.key, head.replica_id = embedding_key, (1, 0, metadata["dp_cp_group"].rank())
@@ -132,16 +155,14 @@ class ScalarHead(MegatronModule):
         # Under sequence parallelism each rank sees only its tokens: Megatron then sums the weight's gradients.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(
-        self, hidden_sbh: torch.Tensor, weight: None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[torch.Tensor, None]:
-        """The signature of Megatron's output layer: ([sequence, batch, 1] in float32, no bias)."""
+    def forward(self, hidden_sbh: torch.Tensor) -> torch.Tensor:
+        """[sequence, batch, 1] in float32, of the whole sequence."""
         values_sb1 = F.linear(hidden_sbh, self.weight).float()
         if self.config.sequence_parallel:
             values_sb1 = tensor_parallel.gather_from_sequence_parallel_region(
                 values_sb1, tensor_parallel_output_grad=False, group=self.tp_group
             )
-        return values_sb1, None
+        return values_sb1
 
 
 def llama3_inverse_frequencies(inv_freq: torch.Tensor, scaling: Llama3RopeScaling) -> torch.Tensor:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from megappo.data import batch
 from megappo.models.build import build_model
+from megappo.models.language_head import LanguageHead
 from megappo.models.process_groups import device, make_process_groups
 from megappo.models.spec import read_model_spec
-from megappo.models.vocab_parallel import token_logprobs
 from megappo.reshard.boxes import Box, megatron_boxes
 from megappo.reshard.files import load_weights
 from megappo.workers.micro_batch import MicroBatch, make_micro_batches
@@ -62,6 +62,11 @@ class MegatronRole:
         """Whether this rank returns its data-parallel rank's results."""
         return self.is_last_stage and self.groups.tp.rank() == 0
 
+    @property
+    def head(self) -> LanguageHead:
+        """The language-model head; on the last stage only."""
+        return LanguageHead(self.model.head_weight, self.spec.vocab_size, self.groups.tp)
+
     def boxes(self) -> list[Box]:
         """What this rank holds of the model."""
         return megatron_boxes(
@@ -87,15 +92,9 @@ class MegatronRole:
             ``id``, ``column`` and, if asked for, ``entropies``, ragged float32; ``None`` on ranks that do not report.
         """
 
-        def evaluate(output_1tv: torch.Tensor, micro: MicroBatch) -> dict[str, torch.Tensor]:
-            logprobs_n, entropies_n = token_logprobs(
-                output_1tv[0],
-                micro.rows_n,
-                micro.targets_n,
-                vocab_size=self.spec.vocab_size,
-                temperature=temperature,
-                group=self.groups.tp,
-                with_entropy=with_entropy,
+        def evaluate(output_th: torch.Tensor, micro: MicroBatch) -> dict[str, torch.Tensor]:
+            logprobs_n, entropies_n = self.head.logprobs(
+                output_th[micro.rows_n], micro.targets_n, temperature=temperature, with_entropy=with_entropy
             )
             return {column: logprobs_n, **({"entropies": entropies_n} if with_entropy else {})}
 
@@ -103,7 +102,7 @@ class MegatronRole:
 
     def values(self, rows: pa.Table) -> pa.Table | None:
         """The scalar head's value before each response token: ``id``, ``values`` (ragged float32)."""
-        return self._score(rows, lambda output_1tv, micro: {"values": output_1tv[0, micro.rows_n, 0]})
+        return self._score(rows, lambda output_t1, micro: {"values": output_t1[micro.rows_n, 0]})
 
     def _score(
         self, rows: pa.Table, evaluate: Callable[[torch.Tensor, MicroBatch], dict[str, torch.Tensor]]
@@ -164,7 +163,7 @@ class MegatronRole:
         self.trained.zero_grad_buffer()
         self.optimizer.zero_grad()
         results = self._pipeline(
-            micros, lambda output, micro: objective(output, micro, totals, self.groups), forward_only=False
+            micros, lambda output, micro: objective(output, micro, totals, self), forward_only=False
         )
         stats = self._sum_over_data_parallel(results) if self.is_last_stage else {}
         stepped, grad_norm, _ = self.optimizer.step()

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from megappo.config import PPOConfig
-from megappo.models.vocab_parallel import token_logprobs
+from megappo.models.language_head import Statistics
 from megappo.ppo.kl import kl_estimate
 from megappo.ppo.losses import aggregation_weights, policy_loss, value_loss
 from megappo.workers.settings import Totals
 
 if TYPE_CHECKING:  # the driver makes objectives too, and imports no Megatron
-    from megappo.models.process_groups import ProcessGroupCollection
+    from megappo.workers.megatron_role import MegatronRole
     from megappo.workers.micro_batch import MicroBatch
 
 
@@ -27,9 +27,9 @@ class Objective(Protocol):
         ...
 
     def __call__(
-        self, output_1tv: torch.Tensor, micro: MicroBatch, totals: Totals, groups: ProcessGroupCollection
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """(loss to add up, statistics to add up), all scalars."""
+        self, output: torch.Tensor, micro: MicroBatch, totals: Totals, role: MegatronRole
+    ) -> tuple[torch.Tensor, Statistics]:
+        """(loss to add up, statistics to add up), all scalars; ``output`` is the last stage's."""
         ...
 
 
@@ -38,7 +38,6 @@ class ActorObjective:
     """Clipped surrogate, less an entropy bonus, plus a KL loss where configured."""
 
     ppo: PPOConfig
-    vocab_size: int
     temperature: float
 
     @property
@@ -47,18 +46,24 @@ class ActorObjective:
         return ("logprobs", "advantages", *kl)
 
     def __call__(
-        self, output_1tv: torch.Tensor, micro: MicroBatch, totals: Totals, groups: ProcessGroupCollection
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        ppo, data = self.ppo, micro.columns
-        logprobs_n, entropies_n = token_logprobs(
-            output_1tv[0],
-            micro.rows_n,
-            micro.targets_n,
-            vocab_size=self.vocab_size,
-            temperature=self.temperature,
-            group=groups.tp,
-            with_entropy=True,
-        )
+        self, output_th: torch.Tensor, micro: MicroBatch, totals: Totals, role: MegatronRole
+    ) -> tuple[torch.Tensor, Statistics]:
+        weights_n = _token_weights(micro, totals, self.ppo.aggregation)
+
+        def loss(logprobs_c: torch.Tensor, entropies_c: torch.Tensor, which: slice) -> tuple[torch.Tensor, Statistics]:
+            data = {name: values_n[which] for name, values_n in micro.columns.items()}
+            return self._loss(logprobs_c, entropies_c, data, weights_n[which])
+
+        return role.head.loss(output_th[micro.rows_n], micro.targets_n, loss, temperature=self.temperature)
+
+    def _loss(
+        self,
+        logprobs_n: torch.Tensor,
+        entropies_n: torch.Tensor,
+        data: dict[str, torch.Tensor],
+        weights_n: torch.Tensor,
+    ) -> tuple[torch.Tensor, Statistics]:
+        ppo = self.ppo
         surrogate_n, stats = policy_loss(
             logprobs_n,
             data["logprobs"],
@@ -67,8 +72,7 @@ class ActorObjective:
             clip_high=ppo.clip if ppo.clip_high is None else ppo.clip_high,
             dual_clip=ppo.dual_clip,
         )
-        weights_n = _token_weights(micro, totals, ppo.aggregation)
-        loss_n = surrogate_n - ppo.entropy_coef * entropies_n
+        loss_n = surrogate_n
         measured = {
             "actor/pg_loss": surrogate_n,
             "actor/pg_clipfrac": stats["clipped"],
@@ -77,6 +81,8 @@ class ActorObjective:
             "actor/ratio": stats["ratio"],
             "actor/entropy": entropies_n,
         }
+        if ppo.entropy_coef:
+            loss_n = loss_n - ppo.entropy_coef * entropies_n
         if ppo.kl.loss_coef:
             kl_n = kl_estimate(logprobs_n, data["ref_logprobs"], ppo.kl.loss_estimator)
             loss_n = loss_n + ppo.kl.loss_coef * kl_n
@@ -95,9 +101,9 @@ class CriticObjective:
         return ("values", "returns")
 
     def __call__(
-        self, output_1tv: torch.Tensor, micro: MicroBatch, totals: Totals, groups: ProcessGroupCollection
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        values_n = output_1tv[0, micro.rows_n, 0]
+        self, output_t1: torch.Tensor, micro: MicroBatch, totals: Totals, role: MegatronRole
+    ) -> tuple[torch.Tensor, Statistics]:
+        values_n = output_t1[micro.rows_n, 0]
         loss_n, stats = value_loss(
             values_n, micro.columns["values"], micro.columns["returns"], clip=self.ppo.value_clip
         )
@@ -117,5 +123,5 @@ def _token_weights(micro: MicroBatch, totals: Totals, aggregation: str) -> torch
     return weights_b.repeat_interleave(micro.lengths_b)
 
 
-def _sums(measured: dict[str, torch.Tensor], weights_n: torch.Tensor) -> dict[str, torch.Tensor]:
+def _sums(measured: dict[str, torch.Tensor], weights_n: torch.Tensor) -> Statistics:
     return {name: (weights_n * values_n.detach()).sum() for name, values_n in measured.items()}
