@@ -157,6 +157,14 @@ def test_line_chart_gaps_and_lonely_points() -> None:
     assert "no data" in line_chart([], label="x")
 
 
+def test_all_zero_is_drawn_on_an_axis_from_zero_to_one() -> None:
+    svg = line_chart([Series("a", [(1, 0.0), (2, 0.0)])], label="x")
+    labels = re.findall(r'text-anchor="end">([^<]*)<', svg)
+    assert [float(label) for label in labels] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
+    ((first, _),) = polylines(svg)
+    assert first[1] == 196  # the foot of the plot
+
+
 def test_stacked_bars_stand_on_each_other() -> None:
     svg = stacked_bars([1, 2], {"a": [1.0, math.nan], "b": [3.0, 2.0]}, [3.0, math.nan], label="x")
     heights = [float(h) for h in re.findall(r'<rect x="[^"]*" y="[^"]*" width="[^"]*" height="([^"]*)"', svg)]

@@ -10,7 +10,7 @@ import pytest
 
 from megappo.cluster.calls import Place, Span
 from megappo.data import batch
-from megappo.report.step_metrics import batch_metrics, busy_seconds, time_metrics, validation_metrics
+from megappo.report.step_metrics import BATCH_COLUMNS, batch_metrics, busy_seconds, time_metrics, validation_metrics
 
 
 def ragged(*rows: list[float]) -> pa.ListArray:
@@ -26,6 +26,8 @@ def rows() -> pa.Table:
             "finish_reason": ["length", "stop"],
             "score": pa.array([1.0, 0.0], pa.float32()),
             "failed": [False, True],
+            "data_source": ["a", "a"],
+            "extras": ['{"acc": 1, "format": 0.5}', "{}"],
             "rewards": ragged([-0.5, 0.0, 1.0], [-0.25]),
             "advantages": ragged([1.0, -2.0, 3.0], [-1.0]),
             "values": ragged([0.0, 1.0, 2.0], [1.0]),
@@ -37,7 +39,7 @@ def rows() -> pa.Table:
 
 
 def test_batch_metrics() -> None:
-    found = batch_metrics(rows(), max_prompt=4, max_response=3)
+    found = batch_metrics(rows().select(BATCH_COLUMNS), max_prompt=4, max_response=3)
     expected = {
         "critic/score/mean": 0.5,
         "critic/score/max": 1.0,
@@ -55,8 +57,13 @@ def test_batch_metrics() -> None:
         "prompt_length/clip_ratio": 0.5,
         "reward/failed_rows": 1.0,
         "perf/total_num_tokens": 10.0,
-        "training/rollout_probs_diff_mean": 0.25,
-        "training/rollout_probs_diff_max": 0.5,
+        # |e^-1.5 - e^-1| = 0.144749 and |e^-3.5 - e^-4| = 0.0118817, over four tokens
+        "training/rollout_probs_diff_mean": 0.03915775,
+        "training/rollout_probs_diff_max": 0.1447493,
+        "training/rollout_logprobs_diff_mean": 0.25,
+        "training/rollout_logprobs_diff_max": 0.5,
+        "reward/acc/mean": 0.5,  # the second row failed, and counts as 0
+        "reward/format/mean": 0.25,
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
@@ -66,7 +73,7 @@ def test_constant_returns_explain_nothing() -> None:
     assert batch_metrics(table, 4, 3)["critic/vf_explained_var"] == 0.0
 
 
-def validation(extras: list[str]) -> pa.Table:
+def validation(extras: list[str], failed: tuple[int, ...] = ()) -> pa.Table:
     return pa.table(
         {
             "data_source": ["a", "a", "a", "a", "b", "b"],
@@ -74,6 +81,7 @@ def validation(extras: list[str]) -> pa.Table:
             "response_ids": pa.array([[1], [1, 2], [1], [1], [1], [1]], pa.list_(pa.int32())),
             "score": pa.array([1, 0, 1, 1, 0.5, 0], pa.float32()),
             "extras": extras,
+            "failed": [row in failed for row in range(6)],
         }
     )
 
@@ -84,6 +92,8 @@ def test_validation_without_accuracy_shows_the_reward() -> None:
         "val-core/b/reward/mean@2": 0.25,
         "val-aux/a/response_length/mean@2": 1.25,
         "val-aux/b/response_length/mean@2": 1.0,
+        "val-aux/a/failed_rows": 0,
+        "val-aux/b/failed_rows": 0,
     }
 
 
@@ -93,6 +103,23 @@ def test_accuracy_comes_first_where_a_source_reports_it() -> None:
     assert found["val-aux/a/reward/mean@2"] == 0.75
     assert found["val-core/b/reward/mean@2"] == 0.25
     assert not any("nan" in str(value) for value in found.values())
+
+
+def test_failed_rows_count_as_zero_in_what_their_source_reports() -> None:
+    extras = ['{"acc": 1, "format": 1}', "{}", '{"acc": 1, "format": 0}', "{}", '{"reward": 9}', "{}"]
+    found = validation_metrics(validation(extras, failed=(1, 3, 5)))
+    assert found["val-core/a/acc/mean@2"] == 0.5
+    assert found["val-aux/a/format/mean@2"] == 0.25
+    assert found["val-aux/a/failed_rows"] == 2
+    assert found["val-aux/b/failed_rows"] == 1
+    assert found["val-core/b/reward/mean@2"] == 0.25  # the score, whatever a function calls its numbers
+    assert not any(name.startswith(("val-core/b/acc", "val-aux/b/acc")) for name in found)
+
+
+def test_a_source_whose_every_reward_failed_has_the_score_only() -> None:
+    found = validation_metrics(validation(['{"acc": 1}'] * 4 + ["{}"] * 2, failed=(4, 5)))
+    assert found["val-aux/b/failed_rows"] == 2
+    assert "val-core/b/reward/mean@2" in found and "val-core/b/acc/mean@2" not in found
 
 
 @dataclass(frozen=True)

@@ -131,8 +131,10 @@ def _scale(xs: Sequence[float], ys: Sequence[float], pad_x: bool = True) -> _Sca
     x_low, x_high, y_low, y_high = min(xs), max(xs), min(ys), max(ys)
     if x_low == x_high and pad_x:
         x_low, x_high = x_low - 1, x_high + 1
-    if y_low == y_high:
-        room = abs(y_low) * 0.1 or 1.0
+    if y_low == y_high == 0:  # shares and counts are zero at first, and never below it
+        y_high = 1.0
+    elif y_low == y_high:
+        room = abs(y_low) * 0.1
         y_low, y_high = y_low - room, y_high + room
     else:  # a little air, but none below a zero that bounds the data
         room = (y_high - y_low) * 0.05

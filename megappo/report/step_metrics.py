@@ -37,7 +37,12 @@ def summary(name: str, values: np.ndarray) -> Metrics:
 
 
 def batch_metrics(rows: pa.Table, max_prompt: int, max_response: int) -> Metrics:
-    """Lengths, scores, rewards, advantages, returns, values and failed rewards of a batch."""
+    """Metrics of a training batch.
+
+    Lengths, scores, rewards, advantages, returns, values; how far the engine's probabilities of its own tokens are from
+    the trainer's; how many rewards failed; and ``reward/<name>/mean`` of what reward functions returned beside the
+    score.
+    """
     prompts, responses = batch.lengths(rows, "prompt_ids"), batch.lengths(rows, "response_ids")
     values, returns = batch.flat(rows, "values"), batch.flat(rows, "returns")
     rewards = np.array([row.sum() for row in batch.split_rows(rows, "rewards")])
@@ -57,27 +62,49 @@ def batch_metrics(rows: pa.Table, max_prompt: int, max_response: int) -> Metrics
         "reward/failed_rows": float(batch.column(rows, "failed").sum()),
         "perf/total_num_tokens": float(prompts.sum() + responses.sum()),
     }
-    gap = np.abs(batch.flat(rows, "rollout_logprobs") - batch.flat(rows, "logprobs"))
-    out["training/rollout_probs_diff_mean"] = float(gap.mean())
-    out["training/rollout_probs_diff_max"] = float(gap.max())
+    engine, trainer = batch.flat(rows, "rollout_logprobs"), batch.flat(rows, "logprobs")
+    for name, gap in (("probs", np.exp(engine) - np.exp(trainer)), ("logprobs", engine - trainer)):
+        out[f"training/rollout_{name}_diff_mean"] = float(np.abs(gap).mean())
+        out[f"training/rollout_{name}_diff_max"] = float(np.abs(gap).max())
+    for name, extra in reward_extras(rows).items():
+        out[f"reward/{name}/mean"] = float(np.nanmean(extra))
     return out
 
 
+BATCH_COLUMNS = (
+    *("prompt_ids", "response_ids", "finish_reason", "score", "failed", "extras", "data_source"),
+    *("rollout_logprobs", "logprobs", "values", "rewards", "advantages", "returns"),
+)
+"""What :func:`batch_metrics` reads."""
+
+
 def reward_extras(rows: pa.Table) -> dict[str, np.ndarray]:
-    """The numbers that reward functions returned beside the score, by name; nan where a row has none."""
+    """The numbers that reward functions returned beside the score, by name: float64 [rows], nan where there is none.
+
+    A row whose reward failed counts as 0, as its score does, in every number that other rows of its source have.
+    """
     parsed = [json.loads(text or "{}") for text in rows.column("extras").to_pylist()]
-    names = sorted({name for extras in parsed for name in extras})
+    sources = rows.column("data_source").to_pylist()
+    failed = batch.column(rows, "failed")
+    known = defaultdict(set)
+    for source, extras in zip(sources, parsed, strict=True):
+        known[source].update(extras)
+    for row in np.flatnonzero(failed):
+        parsed[row] = dict.fromkeys(known[sources[row]], 0.0)
+    names = sorted(set().union(*known.values()))
     return {name: np.array([extras.get(name, np.nan) for extras in parsed], dtype=float) for name in names}
 
 
 def validation_metrics(rows: pa.Table) -> Metrics:
     """``val-core/<data_source>/<acc or reward>/mean@N`` and ``val-aux`` of everything else, N samples a prompt.
 
-    The core value is accuracy where the reward function returns ``acc``, else the score.
+    The core value is accuracy where the reward function returns ``acc``, else the score. Rows whose reward failed count
+    as 0; ``val-aux/<data_source>/failed_rows`` says how many there are.
     """
     sources = np.array(rows.column("data_source").to_pylist())
     prompts = batch.column(rows, "prompt_index")
-    measured = {"reward": batch.column(rows, "score").astype(float), **reward_extras(rows)}
+    measured = {**reward_extras(rows), "reward": batch.column(rows, "score").astype(float)}
+    failed = batch.column(rows, "failed")
     lengths = batch.lengths(rows, "response_ids").astype(float)
     out: Metrics = {}
     for source in sorted(set(sources)):
@@ -89,6 +116,7 @@ def validation_metrics(rows: pa.Table) -> Metrics:
             kind = "val-core" if name == core else "val-aux"
             out[f"{kind}/{source}/{name}/mean@{samples}"] = float(np.nanmean(values[here]))
         out[f"val-aux/{source}/response_length/mean@{samples}"] = float(lengths[here].mean())
+        out[f"val-aux/{source}/failed_rows"] = float(failed[here].sum())
     return out
 
 
