@@ -103,8 +103,8 @@ def test_a_worker_that_raises_is_named_with_its_traceback(session: Session, tmp_
     cluster = session.cluster
     (tmp_path / "critic").mkdir()
     cluster.gather(cluster.critic.save(str(tmp_path / "critic")))
-    (data,) = (tmp_path / "critic").glob("*.distcp")
-    data.write_bytes(data.read_bytes()[:-20_000])
+    for data in (tmp_path / "critic").glob("*.distcp"):
+        data.write_bytes(data.read_bytes()[:1000])
     with pytest.raises(WorkerFailed) as failure:
         cluster.gather(cluster.critic.load(str(tmp_path / "critic")))
     text = str(failure.value)

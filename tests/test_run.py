@@ -97,7 +97,8 @@ def killed(fresh: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ki
 
     first = Command(folder)
     first.until(lambda: 3 in log_steps(folder / "run"))
-    first.kill_all()
+    kill(first.process.pid)  # nobody is left to clean up
+    first.assert_nothing_left(20)
     steps = log_steps(folder / "run")
     # What a checkpoint that was being written would leave.
     half = folder / "run" / "checkpoints" / "step_9.partial" / "actor"

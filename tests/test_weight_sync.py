@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,6 +53,7 @@ def send(folder: str, layout: Layout, transfer: TransferSpec, port: int, samples
     role = MegatronRole(RoleSettings(folder, layout, "float32", 200))
     sender = WeightSender(role, transfer, "127.0.0.1", port, timeout_s=20)
     if dies and dist.get_rank() == layout.world - 1:
+        time.sleep(1)  # all others have joined too
         os._exit(1)
     sent = sender.send()
     scored = None
@@ -124,6 +126,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return Engine(settings, folder / f"engine-{Path(model).name}.log")
 
     found = Case(a, b, tp, layouts, engine(a), engine(b))
+    for started in (found.engine, found.cold):
+        started.call("megappo_checksums")
     yield found
     found.engine.close()
     found.cold.close()
