@@ -17,6 +17,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from megappo.reward_reference import parse_reference
+
 VOCABULARIES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 COLUMNS = ("data_source", "prompt", "reward_model")
 """The columns of verl's prompt files that a run needs; ``ability`` and ``extra_info`` may be absent."""
@@ -162,11 +164,10 @@ def data_sources(path: Path) -> set[str]:
 
 def reward_problems(function: str) -> Iterator[str]:
     """Whether ``package.module[:name]`` or ``file.py[:name]`` exists and defines the name; nothing is imported."""
-    target, _, name = function.partition(":")
-    name = name or "compute_score"
-    if target.endswith(".py") or os.sep in target:
-        path: Path | None = Path(target).expanduser()
-        if not Path(target).expanduser().is_file():
+    target, name, is_file = parse_reference(function)
+    if is_file:
+        path: Path | None = Path(target)
+        if not Path(target).is_file():
             yield f"{function}: there is no file {target}: give file.py:name or package.module:name"
             return
     else:

@@ -6,11 +6,13 @@ Batch sizes count responses over all ranks; nothing is multiplied or divided beh
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, is_dataclass
+from dataclasses import MISSING, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from megappo.reward_reference import absolute_reference
 from megappo.strict_yaml import Reader, dump, expected, fields_of, key, parse, to_plain
 
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -36,7 +38,7 @@ class ConfigError(ValueError):
 class RunConfig:
     dir: str = key("folder of everything the run leaves; a run resumes from it")
     steps: int = key("training steps in all", at_least=1)
-    seed: int = key("seed of data order, sampling and initial value heads", 1, at_least=0)
+    seed: int = key("seed of data order, mini-batches and sampling", 1, at_least=0)
     save_every: int = key("steps between checkpoints; 0: only at the end", 0, at_least=0)
     keep_checkpoints: int = key("number of latest checkpoints kept", 2, at_least=1)
     validate_every: int = key("steps between validations; 0: only before and after", 0, at_least=0)
@@ -98,6 +100,11 @@ class RolloutConfig:
     max_sequences: int = key("sequences one engine decodes at once", 256, at_least=1)
     memory_fraction: float = key("part of a GPU's memory that an engine may take", 0.9, above=0, at_most=1)
     kv_cache_gib: float = key("key/value cache of an engine on CPU, in GiB", 1.0, above=0)
+    sleep: Literal["off", "offload", "drop"] = key(
+        "what an engine in a shared pool does with its weights while others work; its key/value cache goes in any case "
+        "but off",
+        "drop",
+    )
     validation_temperature: float = key("sampling temperature in validation; 0: greedy", 0.0, at_least=0)
     validation_samples: int = key("responses sampled for each validation prompt", 1, at_least=1)
 
@@ -111,6 +118,12 @@ class RewardConfig:
     timeout_s: float = key("seconds one response may take to score", 10.0, above=0)
     processes: int = key("processes that score", 2, at_least=1)
 
+    def absolute(self) -> RewardConfig:
+        """The same with absolute paths of files, for a process that runs in another directory."""
+        by_source = {source: absolute_reference(function) for source, function in self.by_source.items()}
+        function = None if self.function is None else absolute_reference(self.function)
+        return replace(self, function=function, by_source=by_source)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RolesConfig:
@@ -119,6 +132,12 @@ class RolesConfig:
     reference: MegatronRoleConfig | None = key("the frozen policy that KL terms compare with", None)
     rollout: RolloutConfig = key("the engines that generate")
     reward: RewardConfig = key("what scores a response")
+
+    @property
+    def megatron(self) -> dict[str, MegatronRoleConfig]:
+        """The roles on Megatron ranks, by name."""
+        roles = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
+        return {name: role for name, role in roles.items() if role is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +198,13 @@ class Config:
     pools: Mapping[str, PoolConfig] = key("named sets of devices")
     roles: RolesConfig = key("who runs where")
     ppo: PPOConfig = key("the algorithm")
+
+    def model_folder(self, role: str) -> str:
+        """Absolute path of the model folder of a Megatron role: its own, or the common one.
+
+        The actor's is also that of the engines, the tokenizer, the chat template and the end-of-text tokens.
+        """
+        return os.path.abspath(self.roles.megatron[role].model or self.model)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -168,7 +168,7 @@ WRONG = {
     ),
     "negative": (
         ("seed: 1", "seed: -1"),
-        "run.seed: -1 is out of range: give an integer >= 0 (seed of data order, sampling and initial value heads)",
+        "run.seed: -1 is out of range: give an integer >= 0 (seed of data order, mini-batches and sampling)",
     ),
     "lambda over 1": (
         ("mini_batch: 32", "mini_batch: 32, lam: 1.5"),
@@ -381,3 +381,20 @@ def test_every_key_has_a_help_text() -> None:
     assert ("run.steps", "an integer >= 1", "required", "training steps in all") in keys
     assert all(help_text for *_, help_text in keys)
     assert {dotted.split(".")[0] for dotted, *_ in keys} == {field.name for field in dataclasses.fields(Config)}
+
+
+def test_what_workers_get_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker on another machine has another working directory."""
+    overrides = [
+        "roles.critic.model=../value",
+        "roles.reward={function: my.py:score, by_source: {a: pack.age, b: /c.py}}",
+    ]
+    config = load_config(write(tmp_path, GOOD), overrides)
+    monkeypatch.chdir(tmp_path)
+    assert config.model_folder("actor") == config.model_folder("reference") == f"{tmp_path}/models/tiny"
+    assert config.model_folder("critic") == f"{tmp_path.parent}/value"
+    reward = config.roles.reward.absolute()
+    assert reward.function == f"{tmp_path}/my.py:score"
+    assert reward.by_source == {"a": "pack.age", "b": "/c.py:compute_score"}
+    assert reward.absolute() == reward
+    assert dataclasses.replace(reward, function=None).absolute().function is None

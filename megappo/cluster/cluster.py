@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megappo.cluster.actors import MegatronProcess, RewardProcess, RolloutProcess
 from megappo.cluster.calls import Calls, Pending, Place, one
@@ -19,9 +20,6 @@ from megappo.models.spec import read_model_spec
 from megappo.reshard.actor_to_rollout import TransferSpec
 from megappo.reshard.plan import plan_hash
 from megappo.workers.settings import EngineSettings, RoleSettings
-
-PROBE_LIMIT = 500_000_000
-"""Models of more parameters are not probed at start-up: the numbered copy would take 8 bytes a parameter."""
 
 
 class WeightMismatch(RuntimeError):
@@ -57,6 +55,8 @@ class Cluster:
         self.config = config
         self.calls = Calls(config.run.timeout_s)
         self._owns_ray = False
+        self._pools: Mapping[str, Pool] = {}
+        self._asleep = self._on_device = False
         try:
             self._start(data_sources, status)
         except BaseException:
@@ -73,7 +73,7 @@ class Cluster:
 
     def close(self) -> None:
         """End all processes of the run."""
-        for pool in getattr(self, "_pools", {}).values():
+        for pool in self._pools.values():
             ray.util.remove_placement_group(pool.reservation)  # kills the processes in it
         if self._owns_ray:
             ray.shutdown()
@@ -82,14 +82,32 @@ class Cluster:
         """See :meth:`Calls.gather`."""
         return self.calls.gather(*pending)
 
+    def rest_engines(self) -> None:
+        """Give the engines' memory to the roles that share their devices; a weight sync wakes them again."""
+        if self._engines_sleep and not self._asleep:
+            self._ask_engines("sleep")
+            self._asleep = True
+
     def sync_weights(self, version: int) -> int:
         """Give all engines the actor's current weights; returns the bytes received over all engines."""
-        receiving = self.rollout.each("call", lambda engine: ("receive_weights", version), sum)
-        sending = self.actor.each("send_weights", lambda rank: ("actor",), sum)
-        received, sent = self.gather(receiving, sending)
+        if self._asleep:
+            self._ask_engines("wake", "weights")
+        if self._on_device:
+            (received,) = self.gather(self.rollout.each("call", lambda _: ("receive_shared", version), sum))
+            sent = self._planned_bytes
+        else:
+            receiving = self.rollout.each("call", lambda _: ("receive_weights", version), sum)
+            received, sent = self.gather(receiving, self.actor.each("send_weights", lambda _: ("actor",), sum))
         if received != sent:
             raise WeightMismatch(f"weight sync {version}: {sent} bytes were sent, {received} received")
+        if self._asleep:
+            self._ask_engines("wake", "kv_cache")
+            self._asleep = False
         return received
+
+    def _ask_engines(self, method: str, *args: Any) -> list[Any]:
+        (answers,) = self.gather(self.rollout.each("call", lambda _: (method, *args)))
+        return answers
 
     # --- starting ------------------------------------------------------------------------------------------------
 
@@ -102,95 +120,124 @@ class Cluster:
             roles["reference"] = config.roles.reference
         self._layouts = layouts(roles, config.pools)
 
-        started = {name: self._start_pool(name, pool) for name, pool in self._pools.items() if self._hosts(name, roles)}
-        started["rollout"], started["reward"] = self._start_engines(), self._start_rewards()
+        hosted = {name: pool for name, pool in self._pools.items() if any(r.pool == name for r in roles.values())}
+        shared = config.roles.rollout.pool in hosted
+        self._engines_sleep = shared and config.run.device == "cuda" and config.roles.rollout.sleep != "off"
+        started = {name: self._start_pool(name, pool) for name, pool in hosted.items()}
+        started["reward"] = self._start_rewards()
+        if not shared:
+            started["rollout"] = self._start_engines()
         status(f"starting {sum(map(len, started.values()))} processes")
         members = self._located(started)
+        if shared:
+            members |= self._located({"rollout": self._start_engines_beside(members[config.roles.rollout.pool])})
         self.rollout = RolloutGroup(members.pop("rollout"), self.calls)
         self.reward = RewardGroup(members.pop("reward"), self.calls)
         engines = self.rollout.each("build", lambda _: (self._engine_settings(),))
         rewards = self.reward.each("build", lambda _: (config.model, config.roles.reward, list(data_sources)))
+        if shared:  # vLLM measures what memory is left to it, so nothing else may come and go meanwhile
+            status("starting the engines")
+            self.gather(engines)
+            self.rest_engines()
         self._join_pools(members)
         groups = {}
         for name, role in roles.items():
-            placed = tuple(Member(m.actor, replace(m.place, role=name)) for m in members[role.pool])
+            placed = tuple(Member(m.actor, replace(m.place, role=name), m.device) for m in members[role.pool])
             groups[name] = MegatronGroup(placed, self.calls, name, self._layouts[name])
         status("loading models")
-        self.gather(
-            *[group.build(self._settings(group, roles[name])) for name, group in groups.items()], engines, rewards
-        )
+        building = [group.build(self._settings(group, roles[name])) for name, group in groups.items()]
+        self.gather(*building, rewards, *([] if shared else [engines]))
         self.actor, self.critic, self.reference = groups["actor"], groups["critic"], groups.get("reference")
         status("connecting actor and engines")
         self._connect()
-
-    @staticmethod
-    def _hosts(pool: str, roles: dict[str, MegatronRoleConfig]) -> bool:
-        return any(role.pool == pool for role in roles.values())
 
     def _log_file(self, name: str) -> str:
         return str((Path(self.config.run.dir) / "logs" / f"{name}.log").resolve())
 
     def _start_pool(self, name: str, pool: Pool) -> list[Member]:
+        # One connection keeps the order in which Megatron overlaps communication with computation.
+        environment = worker_environment(self.config, CUDA_DEVICE_MAX_CONNECTIONS="1")
         members = []
         for rank in range(pool.config.devices):
             log = self._log_file(f"{name}-rank{rank}")
-            actor = pool.start(MegatronProcess, rank, 1, log)
+            actor = pool.start(MegatronProcess, rank, 1, log, environment=environment)
             members.append(Member(actor, Place(name, rank, name, "?", log)))
         return members
 
     def _start_engines(self) -> list[Member]:
-        rollout = self.config.roles.rollout
-        pool = self._pools[rollout.pool]
+        pool, tp = self._pools[self.config.roles.rollout.pool], self.config.roles.rollout.tp
+        environment = worker_environment(self.config)
         members = []
-        for index in range(pool.config.devices // rollout.tp):
+        for index in range(pool.config.devices // tp):
             log = self._log_file(f"rollout-engine{index}")
-            actor = pool.start(RolloutProcess, index, rollout.tp, log)
+            actor = pool.start(RolloutProcess, index, tp, log, environment=environment)
+            members.append(Member(actor, Place("rollout", index, pool.name, "?", log)))
+        return members
+
+    def _start_engines_beside(self, hosts: Sequence[Member]) -> list[Member]:
+        """Engines on the devices of a pool's Megatron processes."""
+        pool, tp = self._pools[self.config.roles.rollout.pool], self.config.roles.rollout.tp
+        members = []
+        for index in range(len(hosts) // tp):
+            devices = [host.device for host in hosts[index * tp : (index + 1) * tp]]
+            environment = worker_environment(self.config, CUDA_VISIBLE_DEVICES=",".join(devices))
+            log = self._log_file(f"rollout-engine{index}")
+            actor = pool.start_beside(RolloutProcess, index * tp, tp, log, environment=environment)
             members.append(Member(actor, Place("rollout", index, pool.name, "?", log)))
         return members
 
     def _start_rewards(self) -> list[Member]:
         log = self._log_file("reward")
-        environment = worker_environment(on_cuda=False)
-        actor = ray.remote(RewardProcess).options(num_cpus=1, runtime_env={"env_vars": environment}).remote(log)
-        return [Member(actor, Place("reward", 0, "none", "?", log))]
+        # On the driver's node, and without a reserved CPU: pools may have reserved them all.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        environment = worker_environment(self.config, CUDA_VISIBLE_DEVICES="")
+        remote: Any = ray.remote(RewardProcess)
+        options = {"num_cpus": 0, "scheduling_strategy": here, "runtime_env": {"env_vars": environment}}
+        return [Member(remote.options(**options).remote(log), Place("reward", 0, "driver", "?", log))]
 
     def _located(self, started: dict[str, list[Member]]) -> dict[str, tuple[Member, ...]]:
-        """The same members, once they run, with the names of their nodes."""
-        asked = [Group(tuple(members), self.calls).each("address", lambda _: ()) for members in started.values()]
+        """The same members, once they run, with their nodes and devices."""
+        asked = [Group(tuple(members), self.calls).each("whereabouts", lambda _: ()) for members in started.values()]
         return {
             name: tuple(
-                Member(member.actor, replace(member.place, node=host))
-                for member, (host, _) in zip(members, addresses, strict=True)
+                Member(member.actor, replace(member.place, node=node), device)
+                for member, (node, device) in zip(members, found, strict=True)
             )
-            for (name, members), addresses in zip(started.items(), self.gather(*asked), strict=True)
+            for (name, members), found in zip(started.items(), self.gather(*asked), strict=True)
         }
 
     def _join_pools(self, members: dict[str, tuple[Member, ...]]) -> None:
         """Every pool becomes one torch.distributed world; its first process is the meeting point."""
+        run = self.config.run
         groups = [Group(pool, self.calls) for pool in members.values()]
-        firsts = [Group(group.members[:1], self.calls).each("address", lambda _: (), one) for group in groups]
-        addresses = self.gather(*firsts)
+        addresses = self.gather(*[self._host_store(group) for group in groups])
 
         def joining(group: Group, host: str, port: int) -> Pending[Any]:
-            run, world = self.config.run, len(group.members)
+            world = len(group.members)
             return group.each("join", lambda rank: (rank, world, host, port, run.timeout_s, run.seed))
 
         self.gather(*[joining(group, *address) for group, address in zip(groups, addresses, strict=True)])
 
+    def _host_store(self, group: Group) -> Pending[tuple[str, int]]:
+        """Ask the first process of a group to open a meeting point."""
+        timeout_s = self.config.run.timeout_s
+        return Group(group.members[:1], self.calls).each("host_store", lambda _: (timeout_s,), one)
+
     def _settings(self, group: MegatronGroup, role: MegatronRoleConfig) -> RoleSettings:
         return RoleSettings(
-            folder=role.model or self.config.model,
+            folder=self.config.model_folder(group.role),
             layout=group.layout,
             dtype=self.config.run.dtype,
             micro_batch_tokens=role.micro_batch_tokens,
             scalar_head=group.role == "critic",
             optimizer=None if group.role == "reference" else self.config.ppo.optimizer,
+            timeout_s=self.config.run.timeout_s,
         )
 
     def _engine_settings(self) -> EngineSettings:
         config, rollout = self.config, self.config.roles.rollout
         return EngineSettings(
-            folder=config.roles.actor.model or config.model,
+            folder=config.model_folder("actor"),
             tp=rollout.tp,
             dtype=config.run.dtype,
             max_tokens=config.data.max_prompt + config.data.max_response,
@@ -198,27 +245,43 @@ class Cluster:
             memory_fraction=rollout.memory_fraction,
             kv_cache_gib=rollout.kv_cache_gib,
             on_cuda=config.run.device == "cuda",
+            sleep=rollout.sleep if self._engines_sleep else "off",
             seed=config.run.seed,
         )
 
     def _connect(self) -> None:
         """Form the transfer group of actor and engines, and prove that weights will land where they belong."""
         transfer = TransferSpec(
-            model=read_model_spec(self.config.roles.actor.model or self.config.model),
+            model=read_model_spec(self.config.model_folder("actor")),
             actor=self._layouts["actor"],
             engines=len(self.rollout.members),
             engine_tp=self.config.roles.rollout.tp,
             fused_norms=self.config.run.device == "cuda",
+            places=tuple(self._places()),
         )
         timeout_s = self.config.run.timeout_s
-        first = Group(self.actor.members[:1], self.calls)
-        ((host, port),) = self.gather(first.each("host_transfer", lambda _: (timeout_s,), one))
+        ((host, port),) = self.gather(self._host_store(self.actor))
         receivers = self.rollout.each("call", lambda e: ("join_transfer", transfer, e, host, port, timeout_s))
         senders = self.actor.each("join_transfer", lambda _: ("actor", transfer, host, port, timeout_s))
         hashes = {found for side in self.gather(receivers, senders) for found in side}
         if hashes != {plan_hash(transfer.plan())}:
             raise WeightMismatch(f"the ranks computed different transfer plans: {sorted(hashes)}")
-        if transfer.model.num_parameters() <= PROBE_LIMIT:
-            (found,) = self.gather(self.rollout.each("call", lambda _: ("probe", transfer)))
-            if differences := [line for lines in found for line in lines]:
-                raise WeightMismatch("\n".join(differences))
+        first = RolloutGroup(self.rollout.members[:1], self.calls)  # the others run the same code
+        (found,) = self.gather(first.each("call", lambda _: ("probe", transfer)))
+        if differences := [line for lines in found for line in lines]:
+            raise WeightMismatch("\n".join(differences))
+        self._on_device = self.config.run.device == "cuda" and transfer.stays_on_device()
+        if self._on_device:
+            (shared,) = self.gather(self.actor.each("share_weights", lambda _: ("actor",)))
+            self._ask_engines("open_shared", dict(enumerate(shared)))
+            itemsize = 4 if self.config.run.dtype == "float32" else 2
+            self._planned_bytes = itemsize * sum(copy.elements for copy in transfer.plan())
+
+    def _places(self) -> Iterator[tuple[str, str]]:
+        """(node, device) of each rank of the transfer group; CPU processes count as devices of their own."""
+        on_cuda, tp = self.config.run.device == "cuda", self.config.roles.rollout.tp
+        for rank, member in enumerate(self.actor.members):
+            yield member.place.node, member.device if on_cuda else f"actor {rank}"
+        for engine, member in enumerate(self.rollout.members):
+            devices = member.device.split(",") if on_cuda else [f"engine {engine}.{at}" for at in range(tp)]
+            yield from ((member.place.node, device) for device in devices)

@@ -18,8 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megappo.reward_reference import DEFAULT_NAME, parse_reference
+
 RewardFunction = Callable[..., Any]
-DEFAULT_NAME = "compute_score"
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
@@ -74,9 +75,7 @@ def resolve_reward(reference: str) -> RewardFunction:
     Raises:
         RewardError: no such module, file or function; an import that fails; a function with another signature.
     """
-    location, _, name = reference.partition(":")
-    name = name or DEFAULT_NAME
-    is_file = location.endswith(".py") or "/" in location
+    location, name, is_file = parse_reference(reference)
     module = _load_file(reference, Path(location)) if is_file else _load_module(reference, location)
     try:
         function = getattr(module, name)
@@ -109,7 +108,7 @@ def _load_module(reference: str, name: str) -> ModuleType:
 
 
 def _load_file(reference: str, path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
+    path = path.resolve()
     if not path.is_file():
         raise RewardError(f"reward {reference!r}: no file {path}; check the path (a relative one starts here)")
     if path.suffix != ".py":
