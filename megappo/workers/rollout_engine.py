@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from megappo.data import batch
+from megappo.models.end_of_text import end_of_text_ids
 from megappo.reshard.actor_to_rollout import TransferSpec
 from megappo.workers.settings import EngineSettings, Sampling
 
@@ -123,13 +121,3 @@ class RolloutEngine:
         self.engine.reset_prefix_cache()  # its keys and values came from the old weights
         self.weight_version = version
         return received
-
-
-def end_of_text_ids(folder: str | Path) -> list[int]:
-    """Token ids that end a response: all that the model's generation config and config name."""
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        path = Path(folder) / name
-        value = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        found.update(value if isinstance(value, Sequence) else [] if value is None else [value])
-    return sorted(found)
