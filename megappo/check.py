@@ -6,15 +6,19 @@ import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megappo import check_files
-from megappo.config import Config, ConfigError, MegatronRoleConfig, load_config
+from megappo.config import Config, ConfigError, load_config
 from megappo.layout import legality
+from megappo.models.end_of_text import NAMED_IN, end_of_text_ids
 from megappo.models.parameters import vllm_vocabulary
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
 
+VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes that vLLM's attention knows on CPU (0.32, ``v1/attention/backends/cpu_attn.py``)."""
+
 FIXED_ON_RESUME = (
-    "model",
     "run.seed",
     "data.train",
     "data.prompts_per_step",
@@ -25,8 +29,8 @@ FIXED_ON_RESUME = (
     "ppo.mini_batch",
     "ppo.epochs",
 )
-"""Keys that a resumed run cannot change: the weights, the place in the data and the schedule would not be its own.
-Pools and layouts may change, as may lengths, rates and everything about logging."""
+"""Keys that a resumed run cannot change, besides the model of each role: the weights, the place in the data and the
+schedule would not be its own. Pools and layouts may change, as may lengths, rates and everything about logging."""
 
 
 @dataclass(frozen=True)
@@ -64,26 +68,18 @@ def check(config: Config) -> Report:
     return Report(errors, tuple(str(line) for line in findings if isinstance(line, _Warning)))
 
 
-def megatron_roles(config: Config) -> dict[str, MegatronRoleConfig]:
-    """The Megatron roles of a run, by name."""
-    roles = {"actor": config.roles.actor, "critic": config.roles.critic, "reference": config.roles.reference}
-    return {name: role for name, role in roles.items() if role is not None}
-
-
-def model_folder(config: Config, role: MegatronRoleConfig) -> str:
-    """The model folder of a role: its own, or that of the run."""
-    return role.model or config.model
-
-
 def _findings(config: Config) -> Iterator[str]:
     specs: dict[str, ModelSpec] = {}
     yield from _run(config)
     yield from _models(config, specs)
+    yield from _end_of_text(config, specs)
     yield from _data(config)
     yield from _pools(config)
     yield from _layouts(config, specs)
     yield from _lengths(config, specs)
     yield from _reward(config)
+    yield from _reward_time(config)
+    yield from _sampling(config)
     yield from _ppo(config)
 
 
@@ -101,10 +97,16 @@ def _run(config: Config) -> Iterator[str]:
     except ConfigError as error:
         yield f"run.dir: {folder} holds checkpoints of a run that cannot be read ({error.problems[0]}): choose another"
         return
-    for dotted, old, new in check_files.differences(stored, config, FIXED_ON_RESUME):
+    for dotted, old, new in _changes(stored, config):
         yield (
             f"{dotted}: {_shown(new)} differs from {_shown(old)}, with which the run in {folder} began: "
             "set it back, or choose another run.dir"
+        )
+    schedule = config.ppo.optimizer.schedule
+    if run.steps != stored.run.steps and schedule != "constant":
+        yield _Warning(
+            f"run.steps: {run.steps} differs from {stored.run.steps}, with which the run in {folder} went on so far: "
+            f"the learning rate jumps, as the {schedule} schedule ends at the last step (a constant one does not)"
         )
     if steps[-1] >= run.steps:
         yield _Warning(
@@ -113,11 +115,23 @@ def _run(config: Config) -> Iterator[str]:
         )
 
 
+def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:
+    """(key, old, new) of everything that a resumed run cannot change, and that changed."""
+    models: dict[str, tuple[str, str]] = {}
+    for name, role in config.roles.megatron.items():
+        if name in stored.roles.megatron:  # a reference may come with a KL term, and go
+            old, new = stored.model_folder(name), config.model_folder(name)
+            if old != new:
+                models[f"roles.{name}.model" if role.model else "model"] = (old, new)
+    yield from ((dotted, *values) for dotted, values in models.items())
+    yield from check_files.differences(stored, config, FIXED_ON_RESUME)
+
+
 def _models(config: Config, specs: dict[str, ModelSpec]) -> Iterator[str]:
     """Check every model folder once, and put the readable ones into ``specs``."""
     refused: set[str] = set()
-    for name, role in megatron_roles(config).items():
-        folder = model_folder(config, role)
+    for name, role in config.roles.megatron.items():
+        folder = config.model_folder(name)
         label = f"roles.{name}.model" if role.model else "model"
         if folder not in specs and folder not in refused:
             try:
@@ -132,9 +146,9 @@ def _models(config: Config, specs: dict[str, ModelSpec]) -> Iterator[str]:
             yield from _under(label, check_files.weight_problems(Path(folder), shapes))
             if name == "actor":
                 yield from _under(label, check_files.tokenizer_problems(Path(folder)))
-    actor = specs.get(model_folder(config, config.roles.actor))
-    for name, role in megatron_roles(config).items():
-        spec = specs.get(model_folder(config, role))
+    actor = specs.get(config.model_folder("actor"))
+    for name, role in config.roles.megatron.items():
+        spec = specs.get(config.model_folder(name))
         if actor is None or spec is None or spec.vocab_size == actor.vocab_size:
             continue
         if name == "reference" or spec.vocab_size < actor.vocab_size:
@@ -142,6 +156,21 @@ def _models(config: Config, specs: dict[str, ModelSpec]) -> Iterator[str]:
                 f"roles.{name}.model: {role.model} has a vocabulary of {spec.vocab_size} tokens, the actor's has "
                 f"{actor.vocab_size}: give a model with the actor's tokenizer"
             )
+
+
+def _end_of_text(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[str]:
+    folder = config.model_folder("actor")
+    if folder not in specs:  # which is an error already
+        return
+    label = "roles.actor.model" if config.roles.actor.model else "model"
+    try:
+        if not end_of_text_ids(folder):
+            yield (
+                f"{label}: {folder}: has no end-of-text token, so that responses would never stop: give eos_token_id "
+                f"in {' or '.join(NAMED_IN)}, or eos_token in tokenizer_config.json"
+            )
+    except ValueError as error:
+        yield f"{label}: {error}"
 
 
 def _data(config: Config) -> Iterator[str]:
@@ -159,7 +188,7 @@ def _data(config: Config) -> Iterator[str]:
                 continue
             rows[split] += file.rows
             chat += [(split, path)] * file.chat
-    folder = Path(model_folder(config, config.roles.actor))
+    folder = Path(config.model_folder("actor"))
     if chat and folder.is_dir() and not check_files.has_chat_template(folder):
         split, path = chat[0]
         yield (
@@ -183,16 +212,16 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _pools(config: Config) -> Iterator[str]:
-    named = {name: role.pool for name, role in megatron_roles(config).items()}
+    named = {name: role.pool for name, role in config.roles.megatron.items()}
     rollout = config.roles.rollout.pool
     for name, pool in {**named, "rollout": rollout}.items():
         if pool not in config.pools:
             yield f"roles.{name}.pool: {pool!r} is not a pool: pools are {', '.join(config.pools) or 'none'}"
     sharing = [name for name, pool in named.items() if pool == rollout]
-    if sharing:
-        yield (
-            f"roles.rollout.pool: {rollout!r} is also the pool of {' and '.join(sharing)}, which is not supported: "
-            "give rollout a pool of its own"
+    if sharing and config.run.device == "cuda" and config.roles.rollout.memory_fraction > 0.8:
+        yield _Warning(
+            f"roles.rollout.memory_fraction: {config.roles.rollout.memory_fraction} leaves little of the devices to "
+            f"{' and '.join(sharing)}, whose pool the engines share: around 0.5 is usual"
         )
     for pool in config.pools:
         if pool not in (*named.values(), rollout):
@@ -200,8 +229,8 @@ def _pools(config: Config) -> Iterator[str]:
 
 
 def _layouts(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[str]:
-    for name, role in megatron_roles(config).items():
-        spec, pool = specs.get(model_folder(config, role)), config.pools.get(role.pool)
+    for name, role in config.roles.megatron.items():
+        spec, pool = specs.get(config.model_folder(name)), config.pools.get(role.pool)
         prefix = f"roles.{name}"
         if spec:
             yield from _under(prefix, legality.megatron_model_problems(spec, role.tp, role.pp), ".")
@@ -218,10 +247,16 @@ def _layouts(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[str]:
                     "data-parallel ranks without work: raise it, or tp or pp"
                 )
     rollout = config.roles.rollout
-    spec, pool = specs.get(model_folder(config, config.roles.actor)), config.pools.get(rollout.pool)
+    spec, pool = specs.get(config.model_folder("actor")), config.pools.get(rollout.pool)
     if spec:
         vocabulary = vllm_vocabulary(spec.vocab_size)
         yield from _under("roles.rollout", legality.rollout_model_problems(spec, vocabulary, rollout.tp), ".")
+        if config.run.device == "cpu" and spec.head_dim not in VLLM_CPU_HEAD_SIZES:
+            yield (
+                f"run.device: cpu: vLLM has no attention there for the head size {spec.head_dim} of "
+                f"{config.model_folder('actor')}, only for {', '.join(map(str, VLLM_CPU_HEAD_SIZES))}: give another "
+                "model, or set cuda"
+            )
     if pool:
         yield from _under("roles.rollout", legality.rollout_pool_problems(rollout.tp, pool.devices_per_node), ".")
 
@@ -235,7 +270,7 @@ def _lengths(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[str]:
                 f"data.max_response: {data.max_response} plus max_prompt {data.max_prompt} is more than the "
                 f"{spec.max_positions} positions of {folder}: lower one by {longest - spec.max_positions}"
             )
-    for name, role in megatron_roles(config).items():
+    for name, role in config.roles.megatron.items():
         if role.micro_batch_tokens < longest:
             yield (
                 f"roles.{name}.micro_batch_tokens: {role.micro_batch_tokens} does not hold one sequence of "
@@ -261,6 +296,34 @@ def _reward(config: Config) -> Iterator[str]:
         yield from _under(f"roles.reward.by_source.{source}", check_files.reward_problems(function))
 
 
+def _reward_time(config: Config) -> Iterator[str]:
+    """Scoring is one remote call: it must end in time even if every response took as long as it may."""
+    reward, rollout, data = config.roles.reward, config.roles.rollout, config.data
+    prompts = sum(check_files.rows_in(Path(path)) for path in data.validation)
+    prompts = min(prompts, data.validation_prompts or prompts)
+    responses = max(data.prompts_per_step * rollout.samples_per_prompt, prompts * rollout.validation_samples)
+    longest_s = responses * reward.timeout_s / reward.processes
+    if longest_s > config.run.timeout_s:
+        yield _Warning(
+            f"roles.reward.timeout_s: {reward.timeout_s:g} s for each of {responses} responses in {reward.processes} "
+            f"processes is up to {longest_s:g} s, longer than the {config.run.timeout_s:g} s of run.timeout_s, which "
+            "would end the run: lower it, raise processes or run.timeout_s"
+        )
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    rollout = config.roles.rollout
+    for key, value, cuts, off in (
+        ("top_p", rollout.top_p, rollout.top_p < 1, 1),
+        ("top_k", rollout.top_k, rollout.top_k > 0, -1),
+    ):
+        if cuts:
+            yield _Warning(
+                f"roles.rollout.{key}: {value} samples from a truncated distribution, while log-probabilities, ratios "
+                f"and KL are of the full one, so that training is biased: set {off}"
+            )
+
+
 def _ppo(config: Config) -> Iterator[str]:
     ppo, rollout = config.ppo, config.roles.rollout
     responses = config.data.prompts_per_step * rollout.samples_per_prompt
@@ -281,6 +344,11 @@ def _ppo(config: Config) -> Iterator[str]:
         yield _Warning("roles.reference: no KL term uses it: leave it out, or set ppo.kl.in_reward or loss_coef")
     if ppo.kl.target is not None and not ppo.kl.in_reward:
         yield _Warning("ppo.kl.target: has no effect without ppo.kl.in_reward: leave it out, or set in_reward")
+    if ppo.kl.target is not None and responses >= 5 * ppo.kl.horizon:
+        yield (
+            f"ppo.kl.horizon: {ppo.kl.horizon} is too short for the {responses} responses of a step, so that the "
+            f"adaptive coefficient could turn negative: give at least {responses // 5 + 1}"
+        )
     if ppo.critic_warmup >= config.run.steps:
         yield _Warning(
             f"ppo.critic_warmup: {ppo.critic_warmup} steps are all of run.steps, so that the actor never trains: "

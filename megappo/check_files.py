@@ -148,6 +148,14 @@ def read_prompt_file(path: Path) -> PromptFile:
     return PromptFile(rows, chat=pa.types.is_list(prompt) or pa.types.is_large_list(prompt))
 
 
+def rows_in(path: Path) -> int:
+    """Rows of a prompt file; 0 if it cannot be used."""
+    try:
+        return read_prompt_file(path).rows
+    except ValueError:
+        return 0
+
+
 def data_sources(path: Path) -> set[str]:
     """The values of a prompt file's ``data_source`` column; none if the file cannot be read."""
     import pyarrow as pa

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megappo import __version__
-from megappo.check import Report, check_file, megatron_roles, model_folder
+from megappo.check import Report, check_file
 from megappo.config import Config, describe_config
 
 BAD_INPUT = 2
@@ -84,14 +84,14 @@ def _config(options: argparse.Namespace) -> int:
 def layout_table(config: Config) -> str:
     """What would run: a line for each role with its pool, devices, parallel sizes and model."""
     rows: list[tuple[str, ...]] = [("role", "pool", "devices", "tp", "pp", "dp", "model")]
-    for name, role in megatron_roles(config).items():
+    for name, role in config.roles.megatron.items():
         devices = config.pools[role.pool].devices
         sizes = (devices, role.tp, role.pp, devices // (role.tp * role.pp))
-        rows.append((name, role.pool, *map(str, sizes), model_folder(config, role)))
+        rows.append((name, role.pool, *map(str, sizes), config.model_folder(name)))
     rollout = config.roles.rollout
     devices = config.pools[rollout.pool].devices
     sizes = (devices, rollout.tp, 1, devices // rollout.tp)
-    rows.append(("rollout", rollout.pool, *map(str, sizes), model_folder(config, config.roles.actor)))
+    rows.append(("rollout", rollout.pool, *map(str, sizes), config.model_folder("actor")))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 

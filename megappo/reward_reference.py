@@ -1,4 +1,4 @@
-"""How a configuration names a reward function: ``package.module[:name]`` or ``file.py[:name]``. Standard library only."""
+"""How a configuration names a reward function: ``package.module[:name]`` or ``file.py[:name]``. Pure."""
 
 from __future__ import annotations
 

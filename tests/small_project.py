@@ -38,10 +38,12 @@ MODEL = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "intermediate_size": 48,
+    "head_dim": 32,
     "vocab_size": 100,
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
+    "eos_token_id": 1,
 }
 
 

@@ -32,10 +32,6 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
         ("roles.critic.pool=values",),
         "roles.critic.pool: 'values' is not a pool: pools are train, value, serve",
     ),
-    "rollout shares a pool": (
-        ("roles.rollout.pool=train", "pools={train: {devices_per_node: 4}, value: {devices_per_node: 2}}"),
-        "roles.rollout.pool: 'train' is also the pool of actor, which is not supported: give rollout a pool of its own",
-    ),
     "devices": (
         ("pools.train.devices_per_node=6",),
         "roles.actor.tp: 2 times pp 2 does not divide the 6 devices of the pool: legal tp * pp are 1, 2, 3, 6",
@@ -77,7 +73,7 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "positions": (
         ("data.max_response=50",),
-        "data.max_response: 50 plus max_prompt 16 is more than the 64 positions of model: lower one by 2",
+        "data.max_response: 50 plus max_prompt 16 is more than the 64 positions of FOLDER/model: lower one by 2",
     ),
     "mini-batch": (
         ("ppo.mini_batch=33",),
@@ -94,13 +90,23 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
         "roles.rollout.temperature: 0 is greedy, so that there is nothing to learn from: give a number > 0 "
         "(roles.rollout.validation_temperature may be 0)",
     ),
+    "horizon shorter than a step": (
+        ("ppo.kl={target: 0.1, horizon: 6}",),
+        "ppo.kl.horizon: 6 is too short for the 32 responses of a step, so that the adaptive coefficient could turn "
+        "negative: give at least 7",
+    ),
+    "head size on CPU": (
+        ("model=small",),
+        "run.device: cpu: vLLM has no attention there for the head size 48 of FOLDER/small, only for 32, 64, 80, 96, "
+        "112, 128, 160, 192, 224, 256, 512: give another model, or set cuda",
+    ),
     "no model folder": (
         ("model=models/none",),
-        "model: models/none: no such folder: give the path of a Hugging Face model folder",
+        "model: FOLDER/models/none: no such folder: give the path of a Hugging Face model folder",
     ),
     "no model folder of its own": (
         ("roles.critic.model=models/none",),
-        "roles.critic.model: models/none: no such folder: give the path of a Hugging Face model folder",
+        "roles.critic.model: FOLDER/models/none: no such folder: give the path of a Hugging Face model folder",
     ),
     "no prompts": (
         ("data.train=[]",),
@@ -150,6 +156,7 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
 
 @pytest.mark.parametrize(("overrides", "message"), OVERRIDES.values(), ids=OVERRIDES)
 def test_error(project: Project, overrides: tuple[str, ...], message: str) -> None:
+    write_model(project.folder / "small", head_dim=48)
     assert project.report(*overrides).errors == (message.replace("FOLDER", str(project.folder)),)
 
 
@@ -179,6 +186,35 @@ WARNINGS: dict[str, tuple[tuple[str, ...], str]] = {
     "few validation prompts": (
         ("data.validation_prompts=6",),
         "data.validation_prompts: 6 is more than the 5 prompts of data.validation: all are used",
+    ),
+    "truncated sampling by mass": (
+        ("roles.rollout.top_p=0.9",),
+        "roles.rollout.top_p: 0.9 samples from a truncated distribution, while log-probabilities, ratios and KL are of "
+        "the full one, so that training is biased: set 1",
+    ),
+    "truncated sampling by rank": (
+        ("roles.rollout.top_k=50",),
+        "roles.rollout.top_k: 50 samples from a truncated distribution, while log-probabilities, ratios and KL are of "
+        "the full one, so that training is biased: set -1",
+    ),
+    "slow rewards": (  # 8 prompts of 4 samples in 2 processes
+        ("run.timeout_s=159",),
+        "roles.reward.timeout_s: 10 s for each of 32 responses in 2 processes is up to 160 s, longer than the 159 s of "
+        "run.timeout_s, which would end the run: lower it, raise processes or run.timeout_s",
+    ),
+    "slow rewards in validation": (  # 3 of the 5 prompts of 20 samples
+        ("roles.rollout.validation_samples=20", "data.validation_prompts=3", "run.timeout_s=299"),
+        "roles.reward.timeout_s: 10 s for each of 60 responses in 2 processes is up to 300 s, longer than the 299 s of "
+        "run.timeout_s, which would end the run: lower it, raise processes or run.timeout_s",
+    ),
+    "memory of a shared pool": (
+        (
+            "run.device=cuda",
+            "roles.rollout.pool=train",
+            "pools={train: {devices_per_node: 4}, value: {devices_per_node: 2}}",
+        ),
+        "roles.rollout.memory_fraction: 0.9 leaves little of the devices to actor, whose pool the engines share: "
+        "around 0.5 is usual",
     ),
     "nothing to validate": (
         ("data.validation=[]", "run.validate_every=5"),
@@ -212,42 +248,51 @@ def _index(folder: Path, shards: Sequence[str]) -> None:
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown family": (
         lambda at: (at / "model/config.json").write_text('{"model_type": "gpt2"}'),
-        "model: model/config.json: model_type 'gpt2' is not a family we know: known are llama, qwen2, qwen3",
+        "model: FOLDER/model/config.json: model_type 'gpt2' is not a family we know: known are llama, qwen2, qwen3",
     ),
     "no tokenizer": (
         lambda at: [path.unlink() for path in (at / "model").glob("tokenizer*")],
-        "model: model: has no tokenizer: add tokenizer.json, or tokenizer_config.json and its vocabulary",
+        "model: FOLDER/model: has no tokenizer: add tokenizer.json, or tokenizer_config.json and its vocabulary",
     ),
     "no vocabulary": (
         lambda at: (at / "model/tokenizer.json").unlink(),
-        "model: model: its tokenizer has no vocabulary: add tokenizer.json or one of vocab.json, vocab.txt, "
+        "model: FOLDER/model: its tokenizer has no vocabulary: add tokenizer.json or one of vocab.json, vocab.txt, "
         "tokenizer.model, spiece.model",
     ),
     "no weights": (
         lambda at: (at / "model/model.safetensors").unlink(),
-        "model: model: has no weights: add model.safetensors, or model.safetensors.index.json and its shards",
+        "model: FOLDER/model: has no weights: add model.safetensors, or model.safetensors.index.json and its shards",
     ),
     "truncated weights": (
         lambda at: _truncate(at / "model/model.safetensors"),
-        "model: model/model.safetensors: is truncated or no safetensors file: write or download it again",
+        "model: FOLDER/model/model.safetensors: is truncated or no safetensors file: write or download it again",
     ),
     "weights that are a text": (
         lambda at: (at / "model/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1"),
-        "model: model/model.safetensors: is truncated or no safetensors file: write or download it again",
+        "model: FOLDER/model/model.safetensors: is truncated or no safetensors file: write or download it again",
     ),
     "missing shards": (
         lambda at: _index(at / "model", ["a.safetensors", "b.safetensors", "c.safetensors"]),
-        "model: model: lacks 2 of 3 weight shards, b.safetensors and 1 more: add them",
+        "model: FOLDER/model: lacks 2 of 3 weight shards, b.safetensors and 1 more: add them",
     ),
     "weights of another depth": (
         lambda at: (at / "model/config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": 5})),
-        "model: model: its weights lack model.layers.4.input_layernorm.weight and 11 more: "
+        "model: FOLDER/model: its weights lack model.layers.4.input_layernorm.weight and 11 more: "
         "give the config.json that the weights belong to",
     ),
     "weights of another size": (
         lambda at: (at / "model/config.json").write_text(json.dumps({**MODEL, "vocab_size": 120})),
-        "model: model: model.embed_tokens.weight has shape [100, 32] where config.json asks for [120, 32]: "
+        "model: FOLDER/model: model.embed_tokens.weight has shape [100, 32] where config.json asks for [120, 32]: "
         "give the config.json that the weights belong to",
+    ),
+    "no end of text": (
+        lambda at: (at / "model/config.json").write_text(json.dumps({**MODEL, "eos_token_id": None})),
+        "model: FOLDER/model: has no end-of-text token, so that responses would never stop: give eos_token_id in "
+        "generation_config.json or config.json, or eos_token in tokenizer_config.json",
+    ),
+    "broken generation config": (
+        lambda at: (at / "model/generation_config.json").write_text("{"),
+        "model: FOLDER/model/generation_config.json: holds no JSON object: write or download it again",
     ),
     "missing column": (
         lambda at: write_prompts(at / "train.parquet", drop="reward_model"),
@@ -268,7 +313,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no chat template": (
         lambda at: write_prompts(at / "train.parquet", prompt=[{"role": "user", "content": "1+1?"}]),
-        "data.train: train.parquet: its prompts are chat messages, and model has no chat template: "
+        "data.train: train.parquet: its prompts are chat messages, and FOLDER/model has no chat template: "
         "add chat_template.jinja there, or write prompts as strings",
     ),
     "reward with a typing mistake": (
@@ -281,7 +326,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize(("spoil", "message"), FILES.values(), ids=FILES)
 def test_bad_file(project: Project, spoil: Callable[[Path], object], message: str) -> None:
     spoil(project.folder)
-    assert project.report().errors == (message,)
+    assert project.report().errors == (message.replace("FOLDER", str(project.folder)),)
 
 
 def test_good_variants(project: Project) -> None:
@@ -321,7 +366,8 @@ def test_models_of_their_own(project: Project) -> None:
         "roles.reference.model: other has a vocabulary of 90 tokens, the actor's has 100: "
         "give a model with the actor's tokenizer",
         "roles.reference.tp: 2 is more than 1 key/value head (training does not replicate them): legal are 1",
-        "data.max_response: 16 plus max_prompt 16 is more than the 20 positions of other: lower one by 12",
+        "data.max_response: 16 plus max_prompt 16 is more than the 20 positions of "
+        f"{project.folder}/other: lower one by 12",
     )
 
 
@@ -332,13 +378,13 @@ def test_critic_needs_no_language_model_head(project: Project) -> None:
     write_safetensors(project.folder / "value/model.safetensors", {**shapes, "score.weight": (1, 32)})
     assert project.report("roles.critic.model=value") == Report()
     assert project.report("roles.reference.model=value").errors == (
-        "roles.reference.model: value: its weights lack lm_head.weight: "
+        f"roles.reference.model: {project.folder}/value: its weights lack lm_head.weight: "
         "give the config.json that the weights belong to",
     )
 
 
 def _begin_run(project: Project, step: int) -> None:
-    (project.folder / f"run/checkpoints/step_{step}").mkdir(parents=True)
+    (project.folder / f"run/checkpoints/step_{step}").mkdir(parents=True, exist_ok=True)
     (project.folder / "run/config.yaml").write_text(dump_config(load_config("config.yaml")))
 
 
@@ -355,6 +401,34 @@ def test_resuming(project: Project) -> None:
     )
     assert project.report("run.steps=5").warnings == (
         "run.steps: 5 steps are done, as run has a checkpoint of step 5: raise run.steps, or choose another run.dir",
+    )
+
+
+def test_resuming_with_another_model(project: Project) -> None:
+    _begin_run(project, step=5)
+    write_model(project.folder / "other")
+    at, rest = project.folder, "with which the run in run began: set it back, or choose another run.dir"
+    assert project.report("model=other").errors == (f"model: {at}/other differs from {at}/model, {rest}",)
+    assert project.report("roles.actor.model=./model") == Report(), "the one that it had"
+    assert project.report("roles.reference=null", "ppo.kl.in_reward=false") == Report()
+    for role in ("actor", "critic", "reference"):
+        assert project.report(f"roles.{role}.model=other").errors == (
+            f"roles.{role}.model: {at}/other differs from {at}/model, {rest}",
+        )
+    project.edit("critic: {pool", "critic: {model: other, pool")
+    assert project.report().errors == (f"roles.critic.model: {at}/other differs from {at}/model, {rest}",)
+    _begin_run(project, step=5)
+    assert project.report() == Report()
+
+
+def test_resuming_with_another_number_of_steps(project: Project) -> None:
+    project.edit("critic_lr: 1e-5", "critic_lr: 1e-5, optimizer: {schedule: cosine}")
+    _begin_run(project, step=5)
+    assert project.report() == Report()
+    assert project.report("run.steps=20", "ppo.optimizer.schedule=constant") == Report()
+    assert project.report("run.steps=20").warnings == (
+        "run.steps: 20 differs from 10, with which the run in run went on so far: the learning rate jumps, as the "
+        "cosine schedule ends at the last step (a constant one does not)",
     )
 
 

@@ -38,16 +38,16 @@ def command(folder: Path, *arguments: str, flags: Sequence[str] = ()) -> subproc
 
 TABLE = """\
 role       pool   devices  tp  pp  dp  model
-actor      train  4        2   2   1   model
-critic     value  2        1   2   1   model
-reference  value  2        2   1   1   model
-rollout    serve  2        1   1   2   model
+actor      train  4        2   2   1   FOLDER/model
+critic     value  2        1   2   1   FOLDER/model
+reference  value  2        2   1   1   FOLDER/model
+rollout    serve  2        1   1   2   FOLDER/model
 """
 
 
 def test_command_check(project: Project) -> None:
     done = command(project.folder, "check", "config.yaml")
-    assert (done.returncode, done.stdout, done.stderr) == (0, TABLE, "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, TABLE.replace("FOLDER", str(project.folder)), "")
 
 
 def test_command_check_is_quick_and_imports_nothing_heavy(project: Project) -> None:
