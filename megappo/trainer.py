@@ -7,7 +7,7 @@ processes; what the driver holds of a batch are references and a few per-token c
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from megappo.cluster.dataflow import Batch, put_table
 from megappo.config import Config
 from megappo.credit import assign_credit
 from megappo.data.order import PromptOrder
+from megappo.data.requests import make_requests
 from megappo.ppo.balance import mini_batches
 from megappo.ppo.kl import KLController
 from megappo.ppo.schedule import learning_rate
@@ -64,6 +65,7 @@ class Trainer:
         self.cluster.calls.spans.clear()
 
         batch = self.generate()
+        self.cluster.rest_engines()
         batch = self.evaluate(batch)
         evaluated = time.time()
         rows = batch.read("logprobs", "values", "score", *self.reference_columns)
@@ -86,7 +88,8 @@ class Trainer:
         step_s = time.time() - began
         metrics |= time_metrics(self.cluster.calls.spans, step_s)
         metrics |= {"timing_s/adv": credited - evaluated, "timing_s/step": step_s, "perf/time_per_step": step_s}
-        metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / step_s
+        devices = sum(pool.devices for pool in config.pools.values())
+        metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / step_s / devices
         last = self.step == config.run.steps
         if last or _due(self.step, config.run.validate_every):
             metrics |= self.validate()
@@ -104,9 +107,16 @@ class Trainer:
         """Sample responses to the step's prompts."""
         indices = self.order.step(self.step)
         samples = self.config.roles.rollout.samples_per_prompt
-        requests = self.run.requests(self.run.train_prompts, indices, samples, seed=(self.config.run.seed, self.step))
+        requests = make_requests(self.run.train_prompts, indices, samples)
         (batch,) = self.cluster.gather(
-            self.cluster.rollout.generate(put_table(requests.table), requests.prompt_tokens, self.sampling)
+            self.cluster.rollout.generate(
+                put_table(requests.table),
+                requests.prompt_tokens,
+                self.sampling,
+                samples=samples,
+                seed=(self.config.run.seed, self.step),
+                version=self.step,
+            )
         )
         return batch
 
@@ -158,9 +168,16 @@ class Trainer:
         if prompts is None:
             return {}
         samples = self.config.roles.rollout.validation_samples
-        requests = self.run.requests(prompts, np.arange(len(prompts)), samples, seed=(self.config.run.seed,))
+        requests = make_requests(prompts, np.arange(len(prompts)), samples)
         (batch,) = self.cluster.gather(
-            self.cluster.rollout.generate(put_table(requests.table), requests.prompt_tokens, self.validation_sampling)
+            self.cluster.rollout.generate(
+                put_table(requests.table),
+                requests.prompt_tokens,
+                self.validation_sampling,
+                samples=samples,
+                seed=(self.config.run.seed,),
+                version=self.step,
+            )
         )
         batch = batch.with_columns(*self.cluster.gather(self.cluster.reward.score(batch)))
         return {**self.run.keep_validation(self.step, batch), "timing_s/testing": time.time() - began}
@@ -175,7 +192,7 @@ class Trainer:
         with self.run.checkpoints.writing(self.step) as folder:
             cluster = self.cluster
             cluster.gather(cluster.actor.save(str(folder / "actor")), cluster.critic.save(str(folder / "critic")))
-            self.run.checkpoints.write_state(folder, {"step": self.step, "kl_controller": asdict(self.controller)})
+            self.run.checkpoints.write_state(folder, {"step": self.step, "kl_coef": self.controller.coef})
             self.run.log(self.step, {**metrics, "timing_s/save_checkpoint": time.time() - began})
 
     def resume(self) -> None:
@@ -185,7 +202,9 @@ class Trainer:
             cluster = self.cluster
             cluster.gather(cluster.actor.load(str(latest / "actor")), cluster.critic.load(str(latest / "critic")))
             state = self.run.checkpoints.read_state(latest)
-            self.step, self.controller = state["step"], KLController.from_dict(state["kl_controller"])
+            self.step = state["step"]
+            if self.controller.target is not None:  # a fixed coefficient is the configuration's, also if it changed
+                self.controller = replace(self.controller, coef=state["kl_coef"])
         self.run.start_log(self.step if latest is not None else None)
         self.cluster.sync_weights(version=self.step)
 

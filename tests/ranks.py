@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
@@ -21,19 +20,15 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["preload"])
 
 
-def free_port() -> int:
-    """A TCP port of this host that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def run_ranks(world: int, target: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
     """Call ``target(*args)`` on every rank; the results by rank. The first failure ends all, with its traceback."""
-    port, pipes, processes = free_port(), [], []
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes, processes = [], []
     for rank in range(world):
         ours, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(target=_rank, args=(rank, world, port, theirs, target, args), daemon=True)
+        process = _context.Process(target=_rank, args=(rank, world, store.port, theirs, target, args), daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)

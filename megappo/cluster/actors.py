@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import socket
 import sys
 import time
 import traceback
@@ -46,12 +45,9 @@ class LoggedProcess:
             os.dup2(descriptor, stream.fileno())
 
     @timed
-    def address(self) -> tuple[str, int]:
-        """(IP address of this node, a free TCP port there)."""
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return host, probe.getsockname()[1]
+    def whereabouts(self) -> tuple[str, str]:
+        """(IP address of this node, the device indices that this process was given)."""
+        return ray.util.get_node_ip_address(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
 
 class MegatronProcess(LoggedProcess):
@@ -61,6 +57,16 @@ class MegatronProcess(LoggedProcess):
         super().__init__(log_file)
         self.roles: dict[str, Any] = {}
         self.senders: dict[str, Any] = {}
+        self.stores: list[Any] = []
+
+    @timed
+    def host_store(self, timeout_s: float) -> tuple[str, int]:
+        """Open a meeting point for process groups here; it lives as long as this process."""
+        from megappo.reshard.gloo import host_store
+
+        host = ray.util.get_node_ip_address()
+        self.stores.append(host_store(host, timeout_s))
+        return host, self.stores[-1].port
 
     @timed
     def join(self, rank: int, world: int, host: str, port: int, timeout_s: float, seed: int) -> None:
@@ -104,20 +110,17 @@ class MegatronProcess(LoggedProcess):
         self.roles[role].load(folder)
 
     @timed
-    def host_transfer(self, timeout_s: float) -> tuple[str, int]:
-        """Open the meeting point of the transfer group here."""
-        from megappo.reshard.gloo import host_store
-
-        self.store = host_store(ray.util.get_node_ip_address(), timeout_s)
-        return ray.util.get_node_ip_address(), self.store.port
-
-    @timed
     def join_transfer(self, role: str, transfer: Any, host: str, port: int, timeout_s: float) -> str:
         """Join the transfer group as a sender; returns the plan's hash."""
         from megappo.workers.weight_sender import WeightSender
 
         self.senders[role] = WeightSender(self.roles[role], transfer, host, port, timeout_s)
         return self.senders[role].plan_hash
+
+    @timed
+    def share_weights(self, role: str) -> Any:
+        """The weights for engines on this device to map."""
+        return self.senders[role].share()
 
     @timed
     def send_weights(self, role: str) -> int:
@@ -140,11 +143,11 @@ class RolloutProcess(LoggedProcess):
         self.engine = RolloutEngine(settings)
 
     @timed
-    def generate(self, rows: Selection, sampling: Any) -> tuple[TableRef, np.ndarray]:
+    def generate(self, rows: Selection, sampling: Any, seed: int, version: int) -> tuple[TableRef, np.ndarray]:
         """Generate for some rows: the results, and the length of each response."""
         from megappo.data import batch
 
-        table = self.engine.generate(rows.read(), sampling)
+        table = self.engine.generate(rows.read(), sampling, seed, version)
         return put_table(table), batch.lengths(table, "response_ids")
 
     @timed

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
 
 Result = TypeVar("Result")
+
+GRACE_S = 2.0
+"""How long further failures are collected after the first, in seconds."""
 
 
 class WorkerFailed(RuntimeError):
@@ -94,9 +97,8 @@ class Calls:
             WorkerFailed: some call failed or ran out of time.
         """
         wanted = {call.ref for one in pending for call in one.calls}
-        while missing := wanted - self._done.keys():
+        while wanted - self._done.keys():
             self._wait_for_any()
-            del missing
         return [one.combine([self._done.pop(call.ref) for call in one.calls]) for one in pending]
 
     def _wait_for_any(self) -> None:
@@ -109,29 +111,75 @@ class Calls:
                 f"{oldest.method}: no answer within run.timeout_s = {self.timeout_s:g} s from {', '.join(late)}; "
                 f"see {oldest.place.log}"
             )
+        failures = self._take(ready)
+        if failures:
+            raise WorkerFailed(self._blame(failures))
+
+    def _take(self, ready: Sequence[ray.ObjectRef]) -> list[_Failure]:
+        """Move finished calls out of the running ones; those that failed come back."""
+        failures = []
         for ref in ready:
             call, _ = self._running.pop(ref)
-            timed = _value_of(call)
+            try:
+                timed: Timed = ray.get(ref)
+            except RayError as error:
+                failures.append(_Failure(call, _words(error), isinstance(error, RayActorError)))
+                continue
+            if timed.failure is not None:
+                failures.append(_Failure(call, timed.failure.rstrip(), died=False))
+                continue
             self.spans.append(Span(call.place, call.method, timed.began, timed.ended))
             self._done[ref] = timed.value
+        return failures
+
+    def _blame(self, failures: list[_Failure]) -> str:
+        """The message for the failure that caused the others.
+
+        When a process dies, its peers' collectives break at once, often before Ray reports the death; so others are
+        given a moment to come in, and a death is taken for the cause before a broken connection.
+        """
+        deadline = time.monotonic() + GRACE_S
+        while self._running and (left := deadline - time.monotonic()) > 0:
+            ready, _ = ray.wait(list(self._running), num_returns=1, timeout=left)
+            failures += self._take(ready)
+        cause = min(failures, key=lambda failure: failure.rank)
+        others = sorted({str(failure.call.place) for failure in failures} - {str(cause.call.place)})
+        also = f"\nthen also failed: {', '.join(others)}" if others else ""
+        if cause.died:
+            headline = f"{cause.call.place} died in {cause.call.method} (killed, or out of memory?): {cause.text}"
+        else:
+            headline = f"{cause.call.place} failed in {cause.call.method}:\n{cause.text}"
+        return f"{headline}\nsee {cause.call.place.log}{also}"
 
 
-def _value_of(call: Call) -> Timed:
-    try:
-        timed = ray.get(call.ref)
-    except RayError as error:
-        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        raise WorkerFailed(
-            f"{call.place} died in {call.method} (killed, or out of memory?): {lines[0].strip()}; see {call.place.log}"
-        ) from None
-    if timed.failure is not None:
-        raise WorkerFailed(f"{call.place} failed in {call.method}:\n{timed.failure.rstrip()}\nsee {call.place.log}")
-    return timed
+@dataclass(frozen=True)
+class _Failure:
+    call: Call
+    text: str
+    died: bool
+
+    @property
+    def rank(self) -> int:
+        """Lower is likelier the cause: a death, then an error of its own, then a connection that others broke."""
+        broken = ("Connection closed by peer", "Connection reset by peer", "OwnerDied", "Broken pipe", "NCCL error")
+        return 0 if self.died else 2 if any(sign in self.text for sign in broken) else 1
+
+
+def _words(error: RayError) -> str:
+    """The lines of a Ray error that say why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return (
+        lines[0]
+        if isinstance(error, RayActorError)
+        and not isinstance(error, ActorUnschedulableError)
+        and ("constructor" not in lines[0])
+        else "\n".join(lines[-12:])
+    )
 
 
 def one(values: Sequence[Any]) -> Any:
     """The single value that is not None; several must be equal (replicas report the same)."""
     found = [value for value in values if value is not None]
-    if not found or any(value != found[0] for value in found):
+    if not found or any(repr(value) != repr(found[0]) for value in found):  # by repr, since nan is not equal to itself
         raise RuntimeError(f"ranks that should report the same differ: {found}")
     return found[0]

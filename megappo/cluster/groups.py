@@ -21,6 +21,7 @@ class Member:
 
     actor: Any
     place: Place
+    device: str = ""  # index on its node; several, with commas, for an engine; empty on CPU
 
 
 @dataclass(frozen=True)
@@ -103,15 +104,28 @@ class MegatronGroup(Group):
 class RolloutGroup(Group):
     """All vLLM engines."""
 
-    def generate(self, requests: TableRef, prompt_tokens: np.ndarray, sampling: Sampling) -> Pending[Batch]:
-        """Generate one response a row. Neighbouring rows, the samples of one prompt, go to the same engine.
+    def generate(
+        self,
+        requests: TableRef,
+        prompt_tokens: np.ndarray,
+        sampling: Sampling,
+        *,
+        samples: int,
+        seed: Sequence[int],
+        version: int,
+    ) -> Pending[Batch]:
+        """Generate one response a row; all samples of a prompt on the same engine, which computes the prompt once.
 
         Args:
-            requests: ``id``, ``prompt_ids``, ``seed`` and whatever else the batch shall carry.
+            requests: ``id``, ``prompt_ids`` and whatever else the batch shall carry.
             prompt_tokens: length of each prompt, int64.
+            samples: rows of each prompt, which follow each other.
+            seed: all randomness follows from it and the number of engines.
+            version: of the weights that the engines must have.
         """
-        ids = requests.ids
-        pieces = np.array_split(ids, len(self.members))
+        ids, engines = requests.ids, len(self.members)
+        pieces = [piece.reshape(-1) for piece in np.array_split(ids.reshape(-1, samples), engines)]
+        seeds = np.random.default_rng(seed).integers(0, 2**31 - 1, engines).tolist()
         asked = Batch(ids, prompt_tokens, np.zeros_like(prompt_tokens), ((requests,),))
 
         def combine(results: list[tuple[TableRef, np.ndarray]]) -> Batch:
@@ -119,9 +133,10 @@ class RolloutGroup(Group):
             tables = tuple(table for table, _ in results)
             return Batch(ids, prompt_tokens + lengths - 1, lengths, ((requests,), tables))
 
-        return self.each(
-            "generate", lambda index: (asked.select(("prompt_ids", "seed"), pieces[index]), sampling), combine
-        )
+        def arguments(engine: int) -> tuple[Any, ...]:
+            return asked.select(("prompt_ids",), pieces[engine]), sampling, seeds[engine], version
+
+        return self.each("generate", arguments, combine)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megappo.config import Config, PoolConfig
@@ -33,26 +33,43 @@ class Pool:
     on_cuda: bool
     reservation: PlacementGroup
 
-    def start(self, actor: type, index: int, devices: int, *args: Any) -> Any:
+    def start(self, actor: type, index: int, devices: int, *args: Any, environment: Mapping[str, str]) -> Any:
         """Start an actor on ``devices`` devices of one node; ``index`` counts such groups of devices over the pool."""
-        node = index * devices // self.config.devices_per_node
-        options: dict[str, Any] = {"num_cpus": devices, "num_gpus": devices if self.on_cuda else 0}
-        strategy = PlacementGroupSchedulingStrategy(self.reservation, placement_group_bundle_index=node)
-        environment = worker_environment(self.on_cuda)
-        remote: Callable[..., Any] = ray.remote(actor)
-        return remote.options(  # type: ignore[attr-defined]
-            scheduling_strategy=strategy, runtime_env={"env_vars": environment}, max_concurrency=1, **options
+        return self._start(actor, index * devices, devices, args, environment, reserved=devices)
+
+    def start_beside(self, actor: type, first: int, devices: int, *args: Any, environment: Mapping[str, str]) -> Any:
+        """Start an actor that shares the devices from number ``first`` on with the actors that hold them."""
+        return self._start(actor, first, devices, args, environment, reserved=0)
+
+    def _start(
+        self, actor: type, first: int, devices: int, args: Any, environment: Mapping[str, str], *, reserved: int
+    ) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(
+            self.reservation, placement_group_bundle_index=first // self.config.devices_per_node
+        )
+        remote: Any = ray.remote(actor)
+        return remote.options(
+            num_cpus=reserved,
+            num_gpus=reserved if self.on_cuda else 0,
+            scheduling_strategy=strategy,
+            runtime_env={"env_vars": dict(environment)},
         ).remote(*args)
 
 
-def worker_environment(on_cuda: bool) -> dict[str, str]:
+FORWARDED = ("NCCL_", "GLOO_", "UCX_", "VLLM_", "NVTE_", "TORCH_NCCL_")
+"""Environment variables with these beginnings reach the workers as the driver has them."""
+
+
+def worker_environment(config: Config, **more: str) -> dict[str, str]:
     """Environment variables of a worker process."""
-    common = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-    if on_cuda:
-        # One connection keeps the order in which Megatron overlaps communication with computation.
-        return {**common, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
-    return {**common, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    out = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+    out |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    if config.run.device == "cpu":
+        out |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        out |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    elif config.run.dtype == "float32":
+        out["NVIDIA_TF32_OVERRIDE"] = "0"  # float32 shall mean float32
+    return out | more
 
 
 def start_ray(config: Config) -> bool:
@@ -80,21 +97,26 @@ def reserve_pools(config: Config, timeout_s: float) -> Mapping[str, Pool]:
         PoolError: not all come within ``timeout_s``; names the pools and what the cluster has.
     """
     on_cuda = config.run.device == "cuda"
-    pools = {}
-    for name, pool in config.pools.items():
-        bundle: dict[str, float] = {"CPU": pool.devices_per_node}
-        if on_cuda:
-            bundle["GPU"] = pool.devices_per_node
-        one_machine = len([node for node in ray.nodes() if node["Alive"]]) == 1
-        strategy = "PACK" if one_machine and not on_cuda else "STRICT_SPREAD"
+    pools: dict[str, Pool] = {}
+    one_machine = len([node for node in ray.nodes() if node["Alive"]]) == 1
+    strategy = "PACK" if one_machine and not on_cuda else "STRICT_SPREAD"
+    # Those that need the most of one node first, or smaller ones could leave no node whole.
+    for name, pool in sorted(config.pools.items(), key=lambda item: -item[1].devices_per_node):
+        bundle: dict[str, float] = {"CPU": pool.devices_per_node, **({"GPU": pool.devices_per_node} if on_cuda else {})}
         pools[name] = Pool(name, pool, on_cuda, placement_group([bundle] * pool.nodes, strategy=strategy))
     _, late = ray.wait([pool.reservation.ready() for pool in pools.values()], num_returns=len(pools), timeout=timeout_s)
     if late:
         kind = "GPU" if on_cuda else "CPU"
-        wanted = ", ".join(f"{p.name}: {p.config.nodes} x {p.config.devices_per_node}" for p in pools.values())
-        has = int(ray.cluster_resources().get(kind, 0))
-        raise PoolError(
-            f"{len(late)} of the pools ({wanted} devices) did not come within {timeout_s:g} s: this cluster has {has} "
-            f"{kind}s on {len(ray.nodes())} nodes; make the pools smaller, or wait for nodes to join"
+        wanted = ", ".join(f"{name}: {p.nodes} x {p.devices_per_node}" for name, p in config.pools.items())
+        nodes = ", ".join(
+            f"{node['NodeManagerAddress']}: {int(node['Resources'].get(kind, 0))}"
+            for node in ray.nodes()
+            if node["Alive"]
         )
-    return pools
+        for reserved in pools.values():
+            remove_placement_group(reserved.reservation)
+        raise PoolError(
+            f"{len(late)} of the pools ({wanted} devices) did not come within {timeout_s:g} s: the nodes of this "
+            f"cluster have these {kind}s in all ({nodes}); make the pools smaller, or wait for others or for nodes"
+        )
+    return {name: pools[name] for name in config.pools}

@@ -25,15 +25,16 @@ def init_world(rank: int, world: int, host: str, port: int, timeout_s: float) ->
     """Join the process group of a pool (gloo on CPU, NCCL on CUDA) and set the few globals that Megatron still needs.
 
     Args:
-        timeout_s: limit on any one collective, in seconds.
+        host, port: of a ``TCPStore`` that is already open (:func:`megappo.reshard.gloo.host_store`).
+        timeout_s: limit on any one collective of the world, in seconds.
     """
-    on_cuda = torch.cuda.is_available()
+    on_cuda, timeout = torch.cuda.is_available(), timedelta(seconds=timeout_s)
     dist.init_process_group(
         "nccl" if on_cuda else "gloo",
-        init_method=f"tcp://{host}:{port}",
+        store=dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
         device_id=device() if on_cuda else None,
     )
     # Sequence parallelism gathers into this buffer: the one piece of parallel_state that layers cannot do without.
@@ -45,46 +46,42 @@ def seed_dropout(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed, tp_rank=0, ep_rank=0, etp_rank=0)
 
 
-def make_process_groups(layout: Layout) -> ProcessGroupCollection:
+def make_process_groups(layout: Layout, timeout_s: float) -> ProcessGroupCollection:
     """Create all groups of ``layout`` over the whole world. Collective: all ranks call it, roles in the same order.
+
+    Args:
+        timeout_s: limit on any one collective, in seconds.
 
     Raises:
         ValueError: the layout does not use exactly the ranks of this world.
     """
     if layout.world != dist.get_world_size():
         raise ValueError(f"layout {layout.describe()} has {layout.world} ranks, the pool has {dist.get_world_size()}")
+    made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+
+    def group(*axes: str, of: tuple[int, ...] | None = None) -> dist.ProcessGroup | None:
+        """This rank's group over ``axes``, or of some positions in it; equal groups are made once."""
+        ranks = [tuple(found) for found in layout.groups(*axes)]
+        chosen = tuple(tuple(sorted({found[at] for at in of})) if of else found for found in ranks)
+        if chosen not in made:
+            timeout = timedelta(seconds=timeout_s)
+            groups = [(found, dist.new_group(list(found), timeout=timeout)) for found in chosen]
+            made[chosen] = next((one for found, one in groups if dist.get_rank() in found), None)
+        return made[chosen]
+
     groups = ProcessGroupCollection()
-    groups.tp = _group(layout, "tp")
-    groups.cp = _group(layout, "cp")
-    groups.dp = _group(layout, "dp")
-    groups.pp = _group(layout, "pp")
-    groups.mp = _group(layout, "tp", "pp")
-    groups.dp_cp = _group(layout, "cp", "dp")
-    groups.tp_cp = _group(layout, "tp", "cp")
-    groups.tp_dp_cp = _group(layout, "tp", "cp", "dp")
-    groups.intra_dp_cp = groups.dp_cp
+    for name in ("tp", "cp", "dp", "pp"):
+        setattr(groups, name, group(name))
+    groups.mp = group("tp", "pp")
+    groups.dp_cp = groups.intra_dp_cp = group("cp", "dp")
+    groups.tp_cp = group("tp", "cp")
+    groups.tp_dp_cp = group("tp", "cp", "dp")
     groups.intra_dist_opt = dist.group.WORLD
     groups.inter_dist_opt = None
-    groups.embd = _first_and_last_stage(layout)
+    groups.embd = group("pp", of=(0, -1))  # sums the gradients of a tied embedding: first and last stage
     groups.pos_embd = None
     # Dense models have no experts: Megatron still asks for their groups.
-    groups.ep = groups.expt_tp = _group(layout)
+    groups.ep = groups.expt_tp = group()
     groups.tp_ep, groups.tp_ep_pp = groups.tp, groups.mp
     groups.expt_dp = groups.intra_expt_dp = groups.dp_cp
     return groups
-
-
-def _group(layout: Layout, *axes: str) -> dist.ProcessGroup:
-    """The group of this rank that spans ``axes``; without axes, this rank alone."""
-    return dist.new_subgroups_by_enumeration(list(layout.groups(*axes)))[0]
-
-
-def _first_and_last_stage(layout: Layout) -> dist.ProcessGroup | None:
-    """The group that sums the gradients of a tied embedding: first and last pipeline stage."""
-    ends = [ranks if len(ranks) == 1 else [ranks[0], ranks[-1]] for ranks in layout.groups("pp")]
-    own = None
-    for ranks in ends:
-        group = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
-            own = group
-    return own

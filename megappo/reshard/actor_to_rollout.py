@@ -21,6 +21,8 @@ class TransferSpec:
         engines: number of vLLM engines.
         engine_tp: tensor-parallel size of each.
         fused_norms: the actor's layers are Transformer Engine's.
+        places: (node, device) of each rank of the group, where known; blocks are then taken from the same device before
+            the same node before another.
     """
 
     model: ModelSpec
@@ -28,6 +30,7 @@ class TransferSpec:
     engines: int
     engine_tp: int
     fused_norms: bool
+    places: tuple[tuple[str, str], ...] = ()
 
     @property
     def world(self) -> int:
@@ -51,4 +54,14 @@ class TransferSpec:
             for tp_rank in range(self.engine_tp)
             for box in vllm_boxes(self.model, self.engine_tp, tp_rank, self.worker_rank(engine, tp_rank))
         ]
-        return make_plan(sources, destinations)
+        return make_plan(sources, destinations, self._distance)
+
+    def stays_on_device(self) -> bool:
+        """Whether every block comes from the device that it goes to."""
+        return bool(self.places) and all(self._distance(copy.source, copy.destination) == 0 for copy in self.plan())
+
+    def _distance(self, source: int, destination: int) -> int:
+        if not self.places:
+            return 0
+        (node, device), (to_node, to_device) = self.places[source], self.places[destination]
+        return 2 if node != to_node else 1 if device != to_device else 0

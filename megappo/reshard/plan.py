@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from itertools import combinations
 from math import prod
@@ -36,14 +36,17 @@ class Copy:
         return prod(self.size)
 
 
-def make_plan(sources: Iterable[Box], destinations: Iterable[Box]) -> tuple[Copy, ...]:
-    """Cover every destination box exactly once, taking each block from the least loaded rank that holds it.
+def make_plan(
+    sources: Iterable[Box], destinations: Iterable[Box], distance: Callable[[int, int], int] = lambda source, to: 0
+) -> tuple[Copy, ...]:
+    """Cover every destination box exactly once, each block from the nearest, then least loaded, rank that has it.
 
     Deterministic: the same boxes give the same plan on every machine.
 
     Args:
         sources: boxes that hold the tensors; equal boxes on several ranks are replicas.
         destinations: boxes to fill; several ranks may want the same block.
+        distance: between a source and a destination rank; smaller is nearer.
 
     Raises:
         PlanError: a part of a destination box has no source, or two sources overlap without being equal.
@@ -63,7 +66,7 @@ def make_plan(sources: Iterable[Box], destinations: Iterable[Box]) -> tuple[Copy
             if block is None:
                 continue
             begin, size = block
-            chosen = min(replicas, key=lambda box: (load[box.rank], box.rank))
+            chosen = min(replicas, key=lambda box: (distance(box.rank, wanted.rank), load[box.rank], box.rank))
             copy = Copy(
                 source=chosen.rank,
                 source_param=chosen.param,

@@ -21,7 +21,7 @@ from megappo.reshard.boxes import Box, megatron_boxes
 from megappo.reshard.files import load_weights
 from megappo.workers.micro_batch import MicroBatch, make_micro_batches
 from megappo.workers.objectives import Objective
-from megappo.workers.optimizer import make_trainable, set_learning_rate
+from megappo.workers.optimizer import make_trainable, set_hyper_parameters, set_learning_rate
 from megappo.workers.settings import MiniBatch, RoleSettings, Totals
 
 from megatron.core import dist_checkpointing  # isort: skip (after megappo.models has prepared Megatron for this device)
@@ -40,7 +40,7 @@ class MegatronRole:
         self.settings = settings
         self.spec = read_model_spec(settings.folder)
         self.dtype = getattr(torch, settings.dtype)
-        self.groups = make_process_groups(settings.layout)
+        self.groups = make_process_groups(settings.layout, settings.timeout_s)
         self.model = build_model(self.spec, settings.layout, self.groups, self.dtype, scalar_head=settings.scalar_head)
         self.params = {name: param.data for name, param in self.model.named_parameters()}
         load_weights(settings.folder, self.spec, self.boxes(), self.params, scalar_head=settings.scalar_head)
@@ -151,6 +151,8 @@ class MegatronRole:
         self.trained.train()
         set_learning_rate(self.optimizer, learning_rate)
         history = [self._step(batch.take_ids(rows, mini.ids), mini.totals, objective) for mini in mini_batches]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # an engine on this device may read the weights as soon as this returns
         if not self.reports:
             return None
         means = {name: float(np.mean([stats[name] for stats in history])) for name in history[0]}
@@ -245,8 +247,10 @@ class MegatronRole:
         """Read what :meth:`save` wrote, at this or any other layout."""
         state = dist_checkpointing.load(self._sharded_state(self._checkpoint_metadata(), is_loading=True), str(folder))
         self.model.load_state_dict(state["model"])
-        if self.optimizer is not None:
+        if self.settings.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
+            # The checkpoint's hyper-parameters came along; those of the configuration count.
+            set_hyper_parameters(self.optimizer, self.settings.optimizer)
 
     def _checkpoint_metadata(self) -> dict[str, Any]:
         return {

@@ -52,7 +52,7 @@ class ActorObjective:
 
         def loss(logprobs_c: torch.Tensor, entropies_c: torch.Tensor, which: slice) -> tuple[torch.Tensor, Statistics]:
             data = {name: values_n[which] for name, values_n in micro.columns.items()}
-            return self._loss(logprobs_c, entropies_c, data, weights_n[which])
+            return self._loss(logprobs_c, entropies_c, data, weights_n[which], totals)
 
         return role.head.loss(output_th[micro.rows_n], micro.targets_n, loss, temperature=self.temperature)
 
@@ -62,6 +62,7 @@ class ActorObjective:
         entropies_n: torch.Tensor,
         data: dict[str, torch.Tensor],
         weights_n: torch.Tensor,
+        totals: Totals,
     ) -> tuple[torch.Tensor, Statistics]:
         ppo = self.ppo
         surrogate_n, stats = policy_loss(
@@ -72,9 +73,8 @@ class ActorObjective:
             clip_high=ppo.clip if ppo.clip_high is None else ppo.clip_high,
             dual_clip=ppo.dual_clip,
         )
-        loss_n = surrogate_n
+        loss_n, losses = surrogate_n, {"actor/pg_loss": surrogate_n}
         measured = {
-            "actor/pg_loss": surrogate_n,
             "actor/pg_clipfrac": stats["clipped"],
             "actor/pg_clipfrac_lower": stats["clipped_lower"],
             "actor/ppo_kl": stats["approx_kl"],
@@ -86,8 +86,9 @@ class ActorObjective:
         if ppo.kl.loss_coef:
             kl_n = kl_estimate(logprobs_n, data["ref_logprobs"], ppo.kl.loss_estimator)
             loss_n = loss_n + ppo.kl.loss_coef * kl_n
-            measured["actor/kl_loss"] = kl_n
-        return (weights_n * loss_n).sum(), _sums(measured, weights_n)
+            losses["actor/kl_loss"] = kl_n
+        sums = {**_sums(losses, weights_n), **_means(measured, totals)}
+        return (weights_n * loss_n).sum(), sums
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,9 @@ class CriticObjective:
             values_n, micro.columns["values"], micro.columns["returns"], clip=self.ppo.value_clip
         )
         weights_n = _token_weights(micro, totals, self.ppo.aggregation)
-        measured = {
-            "critic/vf_loss": loss_n,
-            "critic/vf_clipfrac": stats["clipped"],
-            "critic/vpred_mean": values_n,
-        }
-        return (weights_n * loss_n).sum(), _sums(measured, weights_n)
+        measured = {"critic/vf_clipfrac": stats["clipped"], "critic/vpred_mean": values_n}
+        sums = {**_sums({"critic/vf_loss": loss_n}, weights_n), **_means(measured, totals)}
+        return (weights_n * loss_n).sum(), sums
 
 
 def _token_weights(micro: MicroBatch, totals: Totals, aggregation: str) -> torch.Tensor:
@@ -123,5 +121,11 @@ def _token_weights(micro: MicroBatch, totals: Totals, aggregation: str) -> torch
     return weights_b.repeat_interleave(micro.lengths_b)
 
 
-def _sums(measured: dict[str, torch.Tensor], weights_n: torch.Tensor) -> Statistics:
-    return {name: (weights_n * values_n.detach()).sum() for name, values_n in measured.items()}
+def _sums(losses: dict[str, torch.Tensor], weights_n: torch.Tensor) -> Statistics:
+    """Parts of the loss, aggregated as the loss is."""
+    return {name: (weights_n * loss_n.detach()).sum() for name, loss_n in losses.items()}
+
+
+def _means(measured: dict[str, torch.Tensor], totals: Totals) -> Statistics:
+    """Contributions to means over all tokens of the mini-batch, whatever the loss's aggregation."""
+    return {name: values_n.detach().sum() / max(totals.tokens, 1) for name, values_n in measured.items()}

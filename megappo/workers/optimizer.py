@@ -61,13 +61,19 @@ def make_trainable(
         use_distributed_optimizer=True,
     )
     optimizer = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False, pg_collection=groups)
-    for group in optimizer.param_groups:
-        # Megatron applies this only through its own scheduler; without it, norms and biases would decay too.
-        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+    set_hyper_parameters(optimizer, settings)
     _allocate_state(optimizer)
     model.config.grad_scale_func = optimizer.scale_loss
     model.config.finalize_model_grads_func = partial(_finalize, groups=groups)
     return wrapped, optimizer
+
+
+def set_hyper_parameters(optimizer: Any, settings: OptimizerConfig) -> None:
+    """Use these settings from the next step on."""
+    for group in optimizer.param_groups:
+        group["betas"], group["eps"] = (settings.beta1, settings.beta2), settings.eps
+        # Megatron applies wd_mult only through its own scheduler; without it, norms and biases would decay too.
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
 
 
 def set_learning_rate(optimizer: Any, learning_rate: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ class RolloutEngine:
         self.stop_ids = end_of_text_ids(settings.folder)
         self.weight_version: int | None = 0
         device_options: dict[str, Any] = (
-            {"gpu_memory_utilization": settings.memory_fraction}
+            {"gpu_memory_utilization": settings.memory_fraction, "enable_sleep_mode": settings.sleep != "off"}
             if settings.on_cuda
             else {"enforce_eager": True, "kv_cache_memory_bytes": int(settings.kv_cache_gib * 2**30)}
         )
@@ -47,6 +48,8 @@ class RolloutEngine:
             skip_tokenizer_init=True,
             dtype=settings.dtype,  # type: ignore[arg-type]
             tensor_parallel_size=settings.tp,
+            # Inside a placement group vLLM would pick Ray, and ask it for bundles of its own.
+            distributed_executor_backend="mp" if settings.tp > 1 else None,
             max_model_len=settings.max_tokens,
             max_num_seqs=settings.max_sequences,
             seed=settings.seed,
@@ -55,39 +58,41 @@ class RolloutEngine:
             **device_options,
         )
 
-    def generate(self, requests: pa.Table, sampling: Sampling) -> pa.Table:
+    def generate(self, requests: pa.Table, sampling: Sampling, seed: int, version: int) -> pa.Table:
         """Draw one response for each row.
 
         Args:
-            requests: ``id``, ``prompt_ids``, ``seed`` (int64, makes a row's response a function of it and the weights).
+            requests: ``id``, ``prompt_ids``.
             sampling: for all rows.
+            seed: of the sampler. The responses follow from it, the rows and the weights. (A seed for each row would
+                too, but vLLM then samples row by row.)
+            version: of the weights that the caller means to sample from.
 
         Returns:
             ``id``, ``response_ids`` (the end-of-text token included), ``rollout_logprobs`` (float32, nats, of the
             distribution that was sampled from), ``finish_reason`` ("stop" or "length"), ``weight_version``.
 
         Raises:
-            StaleWeightsError: the last weight sync did not complete.
+            StaleWeightsError: the engine has other weights, or half of them.
         """
         from vllm import SamplingParams
 
         if self.weight_version is None:
             raise StaleWeightsError("the last weight sync did not complete: the engine holds half-updated weights")
+        if self.weight_version != version:
+            raise StaleWeightsError(f"the engine holds weights of version {self.weight_version}, not {version}")
         prompts = [{"prompt_token_ids": ids.tolist()} for ids in batch.split_rows(requests, "prompt_ids")]
-        params = [
-            SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_tokens=sampling.max_response,
-                seed=int(seed),
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                stop_token_ids=self.stop_ids,
-            )
-            for seed in batch.column(requests, "seed")
-        ]
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_response,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            stop_token_ids=self.stop_ids,
+        )
+        self.engine.collective_rpc("megappo_seed", args=(seed,))
         outputs = [o.outputs[0] for o in self.engine.generate(prompts, params, use_tqdm=False)] if prompts else []
         lengths = [len(output.token_ids) for output in outputs]
         tokens: list[int] = [token for output in outputs for token in output.token_ids]
@@ -116,8 +121,30 @@ class RolloutEngine:
 
     def receive_weights(self, version: int) -> int:
         """Take part in a weight sync; returns the bytes received by all workers of this engine."""
+        return self._receive("megappo_receive", version)
+
+    def open_shared(self, shared: Mapping[int, Any]) -> None:
+        """Map the parameters of actor ranks that share this engine's devices."""
+        self.engine.collective_rpc("megappo_open", args=(shared,))
+
+    def receive_shared(self, version: int) -> int:
+        """Copy the actor's weights on the devices that both share; returns the bytes received by all workers."""
+        return self._receive("megappo_receive_shared", version)
+
+    def _receive(self, method: str, version: int) -> int:
         self.weight_version = None
-        received = sum(self.engine.collective_rpc("megappo_receive"))
-        self.engine.reset_prefix_cache()  # its keys and values came from the old weights
+        received = sum(self.engine.collective_rpc(method))
+        if self.engine.reset_prefix_cache() is False:
+            raise StaleWeightsError("vLLM did not drop the keys and values of the old weights")
         self.weight_version = version
         return received
+
+    def sleep(self) -> None:
+        """Give the devices' memory to others: the key/value cache goes, weights go or move to the host."""
+        self.engine.sleep(level=1 if self.settings.sleep == "offload" else 2)
+        if self.settings.sleep == "drop":
+            self.weight_version = None
+
+    def wake(self, what: str) -> None:
+        """Take back memory for "weights" (before a weight sync) or for the "kv_cache" (before generating)."""
+        self.engine.wake_up(tags=[what])

@@ -21,6 +21,7 @@ class RoleSettings:
         micro_batch_tokens: token budget of one forward pass.
         scalar_head: values or scores instead of logits.
         optimizer: given if the role trains.
+        timeout_s: limit on any one collective, in seconds.
     """
 
     folder: str
@@ -29,6 +30,7 @@ class RoleSettings:
     micro_batch_tokens: int
     scalar_head: bool = False
     optimizer: OptimizerConfig | None = None
+    timeout_s: float = 1800.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class EngineSettings:
         memory_fraction: of a GPU, that the engine may take.
         kv_cache_gib: key/value cache of each worker on CPU.
         on_cuda: whether it runs on GPUs.
+        sleep: between generations: "off", "offload" (weights to the host) or "drop" (they come anew by a sync).
         seed: of the engine; requests carry their own.
     """
 
@@ -71,6 +74,7 @@ class EngineSettings:
     memory_fraction: float
     kv_cache_gib: float
     on_cuda: bool
+    sleep: str
     seed: int
 
 

@@ -7,6 +7,7 @@ the replacement below keeps the parameter itself in use.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ import vllm.model_executor.layers.utils as vllm_layer_utils
 
 from megappo.reshard.actor_to_rollout import TransferSpec
 from megappo.reshard.boxes import vllm_boxes
+from megappo.reshard.cuda_ipc import SharedParams, SharedReceiver, open_params
 from megappo.reshard.gloo import GlooTransport
 from megappo.reshard.plan import make_messages, plan_hash
 from megappo.reshard.probe import loaded_elements, misfits, rule_elements
@@ -40,17 +42,33 @@ class WeightReceiver:
 
     def megappo_join(self, transfer: TransferSpec, engine: int, host: str, port: int, timeout_s: float) -> str:
         """Join the transfer group and plan; returns the plan's hash."""
-        rank = transfer.worker_rank(engine, self.rank)
-        self._transport = GlooTransport(host, port, rank, transfer.world, timeout_s)
-        plan = transfer.plan()
+        self._transfer_rank = transfer.worker_rank(engine, self.rank)
+        self._transport = GlooTransport(host, port, self._transfer_rank, transfer.world, timeout_s)
+        self._plan = transfer.plan()
         self._params = _parameters(self.get_model())
         item_size = next(iter(self._params.values())).element_size()
-        self._messages = make_messages(plan, BUCKET_BYTES // item_size)
-        return plan_hash(plan)
+        self._messages = make_messages(self._plan, BUCKET_BYTES // item_size)
+        self._shared: SharedReceiver | None = None
+        return plan_hash(self._plan)
 
     def megappo_receive(self) -> int:
         """Receive new weights; returns the bytes received."""
         return receive_weights(self._transport, self._messages, self._params)
+
+    def megappo_open(self, shared: Mapping[int, SharedParams]) -> None:
+        """Map the parameters of actor ranks on this device, for :meth:`megappo_receive_shared`."""
+        mine = [copy for copy in self._plan if copy.destination == self._transfer_rank]
+        sources = {rank: open_params(shared[rank]) for rank in {copy.source for copy in mine}}
+        self._shared = SharedReceiver(mine, sources, self._params)
+
+    def megappo_receive_shared(self) -> int:
+        """Copy new weights out of the mapped parameters; returns the bytes received."""
+        assert self._shared is not None, "megappo_open comes first"
+        return self._shared.receive()
+
+    def megappo_seed(self, seed: int) -> None:
+        """Seed the sampler."""
+        torch.manual_seed(seed)
 
     def megappo_probe(self, transfer: TransferSpec) -> list[str]:
         """Compare our table with where vLLM's loader really puts each element; returns the differences."""

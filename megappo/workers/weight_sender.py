@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from megappo.reshard.actor_to_rollout import TransferSpec
+from megappo.reshard.cuda_ipc import SharedParams, share_params
 from megappo.reshard.gloo import GlooTransport
 from megappo.reshard.plan import make_messages, plan_hash
 from megappo.reshard.transfer import BUCKET_BYTES, send_weights
@@ -25,3 +26,7 @@ class WeightSender:
     def send(self) -> int:
         """Send; returns this rank's bytes."""
         return send_weights(self.transport, self.messages, self.role.params)
+
+    def share(self) -> SharedParams:
+        """The weights for receivers on this rank's device to map; valid as long as the role stays on the device."""
+        return share_params(self.role.params)
