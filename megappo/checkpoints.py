@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ class Checkpoints:
     Args:
         folder: of the checkpoints; made when the first is written.
         keep: number of latest checkpoints that stay.
+        before_naming: called when a checkpoint is written, before it gets its name; if it raises, there is none.
     """
 
-    def __init__(self, folder: str | Path, keep: int) -> None:
+    def __init__(self, folder: str | Path, keep: int, before_naming: Callable[[], None] = lambda: None) -> None:
         self.folder = Path(folder).resolve()
         self.keep = keep
+        self._before_naming = before_naming
 
     def latest(self) -> Path | None:
         """The last complete checkpoint, if any."""
@@ -47,6 +49,7 @@ class Checkpoints:
         if not (partial / STATE_NAME).is_file():
             raise RuntimeError(f"{partial}: the checkpoint was not finished")
         _sync_tree(partial)
+        self._before_naming()
         if final.exists():
             shutil.rmtree(final)
         partial.rename(final)

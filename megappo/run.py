@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 
 from megappo.checkpoints import Checkpoints
@@ -21,25 +20,22 @@ from megappo.data.prompts import PromptSet, load_prompts
 from megappo.report.console import Console
 from megappo.report.html import write_report
 from megappo.report.roles import describe_roles
+from megappo.report.rollout_dump import RolloutDump
 from megappo.report.run_log import RunLog
-from megappo.report.step_metrics import Metrics, batch_metrics, validation_metrics
+from megappo.report.step_metrics import (
+    BATCH_COLUMNS,
+    VALIDATION_COLUMNS,
+    Metrics,
+    batch_metrics,
+    validation_metrics,
+)
 from megappo.report.trackers import Trackers
+from megappo.run_lock import RunLock
 
 SAMPLES = 8
 """Generations of each step and validation that are written to ``samples.jsonl``."""
-
-
-@dataclass(frozen=True)
-class Requests:
-    """Prompts to generate from, one row a response.
-
-    Attributes:
-        table: ``id``, ``seed`` and the columns of the prompts.
-        prompt_tokens: length of each prompt, int64.
-    """
-
-    table: pa.Table
-    prompt_tokens: np.ndarray
+SAMPLE_COLUMNS = ("prompt_text", "response", "score", "ground_truth")
+FAILURE_COLUMNS = ("failed", "failure")
 
 
 class Run:
@@ -53,16 +49,25 @@ class Run:
     """
 
     def __init__(self, config: Config) -> None:
-        """Read the data and open the folder.
+        """Lock and open the folder, and read the data.
 
         Raises:
-            DataError, ModelError: with words for the user.
+            RunInUse, DataError: with words for the user.
         """
-        from transformers import AutoTokenizer
-
         self.config = config
         self.folder = Path(config.run.dir)
-        tokenizer = AutoTokenizer.from_pretrained(config.model)
+        self._lock = RunLock(self.folder)
+        try:
+            self._open()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _open(self) -> None:
+        from transformers import AutoTokenizer
+
+        config = self.config
+        tokenizer = AutoTokenizer.from_pretrained(config.model_folder("actor"))
         self.train_prompts = self._load(config.data.train, tokenizer)
         self.validation_prompts = self._load(config.data.validation, tokenizer) if config.data.validation else None
         if self.validation_prompts is not None and config.data.validation_prompts:
@@ -70,16 +75,23 @@ class Run:
             self.validation_prompts = PromptSet(self.validation_prompts.rows(first), self.validation_prompts.report)
         sets = [prompts for prompts in (self.train_prompts, self.validation_prompts) if prompts is not None]
         self.data_sources = sorted({source for prompts in sets for source in prompts.table["data_source"].to_pylist()})
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", config.run.keep_checkpoints)
 
+        self._dump = RolloutDump(self.folder)
+        # What a checkpoint makes final must be in its file: a resumed run does not come by those steps again.
+        self.checkpoints = Checkpoints(
+            self.folder / "checkpoints", config.run.keep_checkpoints, before_naming=self._dump.wait
+        )
         self._log = RunLog(self.folder)
         self._trackers: Trackers | None = None
-        (self.folder / "config.yaml").write_text(dump_config(config))
+        write_whole(self.folder / "config.yaml", dump_config(config))
         self.console = Console(config.run.steps)
         self.console.start(
             f"megappo: {self.folder}",
             describe_roles(yaml.safe_load(dump_config(config))),
-            {"model": config.model, "data": "; ".join(prompts.report.replace("\n", "; ") for prompts in sets)},
+            {
+                "model": config.model_folder("actor"),
+                "data": "; ".join(prompts.report.replace("\n", "; ") for prompts in sets),
+            },
         )
 
     def __enter__(self) -> Run:
@@ -88,20 +100,20 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._trackers is not None:
-            self._trackers.close()
+        try:
+            self._dump.close()
+        except Exception as error:
+            if value is None:
+                raise
+            self.console.warn(f"the last rollouts could not be written: {error}")  # and go on with the first failure
+        finally:
+            if self._trackers is not None:
+                self._trackers.close()
+            self._lock.release()
 
     def _load(self, files: Sequence[str], tokenizer: Any) -> PromptSet:
         data = self.config.data
         return load_prompts(files, tokenizer, max_prompt=data.max_prompt, overlong=data.overlong)
-
-    def requests(self, prompts: PromptSet, indices: np.ndarray, samples: int, seed: Sequence[int]) -> Requests:
-        """``samples`` rows for each prompt, next to each other; each row's seed is a function of ``seed`` alone."""
-        table = prompts.rows(np.repeat(indices, samples))
-        ids = pa.array(np.arange(table.num_rows), pa.int64())
-        seeds = np.random.default_rng(seed).integers(0, 2**31 - 1, table.num_rows)
-        table = table.append_column("id", ids).append_column("seed", pa.array(seeds, pa.int64()))
-        return Requests(table, rows_of.lengths(table, "prompt_ids"))
 
     # --- logs ----------------------------------------------------------------------------------------------------
 
@@ -126,21 +138,19 @@ class Run:
         self.console.step(step, metrics)
 
     def keep(self, step: int, batch: Batch) -> Metrics:
-        """Dump a training batch and some of its responses; returns the batch's metrics."""
-        names = {name for part in batch.parts for name in part[0].columns} - {"id"}
-        rows = batch.read(*sorted(names))
-        if self.config.run.dump_rollouts:
-            folder = self.folder / "rollouts"
-            folder.mkdir(exist_ok=True)
-            pq.write_table(rows, folder / f"step_{step}.parquet")
+        """Log some of a training batch's responses and, if asked for, dump it whole; returns its metrics."""
+        dump = self.config.run.dump_rollouts
+        all_columns = {name for part in batch.parts for name in part[0].columns} - {"id"}
+        rows = batch.read(*sorted(all_columns if dump else {*BATCH_COLUMNS, *SAMPLE_COLUMNS, *FAILURE_COLUMNS}))
+        if dump:
+            self._dump.write(step, rows)
         self._log.log_samples(_samples(rows, step, "train"))
         self._warn_of_failed_rewards(rows)
         return batch_metrics(rows, self.config.data.max_prompt, self.config.data.max_response)
 
     def keep_validation(self, step: int, batch: Batch) -> Metrics:
         """Log some validation responses; returns the validation metrics."""
-        columns = ("prompt_text", "response_ids", "response", "score", "ground_truth", "data_source", "prompt_index")
-        rows = batch.read(*columns, "extras", "failed", "failure")
+        rows = batch.read(*sorted({*VALIDATION_COLUMNS, *SAMPLE_COLUMNS, *FAILURE_COLUMNS}))
         self._log.log_samples(_samples(rows, step, "validation"))
         self._warn_of_failed_rewards(rows)
         return validation_metrics(rows)
@@ -164,5 +174,15 @@ class Run:
 
 
 def _samples(rows: pa.Table, step: int, kind: str) -> list[dict[str, Any]]:
-    table = rows.slice(0, SAMPLES).select(["prompt_text", "response", "score", "ground_truth"])
+    table = rows.slice(0, SAMPLES).select(SAMPLE_COLUMNS)
     return [{"step": step, "kind": kind, "prompt": row.pop("prompt_text"), **row} for row in table.to_pylist()]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file's content so that it is the old or the new one, whenever the process is killed."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

@@ -136,10 +136,19 @@ def test_a_worker_that_does_not_answer_is_named(session: Session) -> None:
 
 def test_an_engine_that_is_killed_is_named(session: Session) -> None:
     cluster, run = session.cluster, session.trainer.run
-    requests = run.requests(run.train_prompts, np.arange(20), 40, seed=(1,))
     from megappo.cluster.dataflow import put_table
+    from megappo.data.requests import make_requests
 
-    pending = cluster.rollout.generate(put_table(requests.table), requests.prompt_tokens, session.trainer.sampling)
+    requests = make_requests(run.train_prompts, np.arange(20), 40)
+
+    pending = cluster.rollout.generate(
+        put_table(requests.table),
+        requests.prompt_tokens,
+        session.trainer.sampling,
+        samples=40,
+        seed=(1,),
+        version=session.trainer.step,
+    )
     time.sleep(0.2)
     kill(session.pid("rollout-engine0.log"))
     began = time.monotonic()

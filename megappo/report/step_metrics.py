@@ -95,6 +95,10 @@ def reward_extras(rows: pa.Table) -> dict[str, np.ndarray]:
     return {name: np.array([extras.get(name, np.nan) for extras in parsed], dtype=float) for name in names}
 
 
+VALIDATION_COLUMNS = ("data_source", "prompt_index", "response_ids", "score", "failed", "extras")
+"""What :func:`validation_metrics` reads."""
+
+
 def validation_metrics(rows: pa.Table) -> Metrics:
     """``val-core/<data_source>/<acc or reward>/mean@N`` and ``val-aux`` of everything else, N samples a prompt.
 

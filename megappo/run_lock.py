@@ -1,0 +1,45 @@
+"""At most one process at a time may use a run's folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+LOCK_NAME = ".lock"
+
+
+class RunInUse(RuntimeError):
+    """Another process has the run's folder."""
+
+
+class RunLock:
+    """The lock of a run's folder, from construction to :meth:`release` or the end of the process, however it ends.
+
+    Args:
+        folder: ``run.dir``; made if need be.
+
+    Raises:
+        RunInUse: another process has it; says which, as that one wrote it into the file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Opened without truncation: what the owner wrote must still be there to be shown.
+        self._file = os.fdopen(os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644), "r+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = self._file.read().strip() or "of unknown host"
+            self._file.close()
+            raise RunInUse(
+                f"another run ({owner}) is using run.dir {folder}: wait for its end, or choose another run.dir"
+            ) from None
+        self._file.truncate(0)
+        self._file.write(f"host {socket.gethostname()}, pid {os.getpid()}\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        """Let others in. The file stays: removing it would let two processes lock two files of one name."""
+        self._file.close()
