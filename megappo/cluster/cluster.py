@@ -134,7 +134,8 @@ class Cluster:
         self.rollout = RolloutGroup(members.pop("rollout"), self.calls)
         self.reward = RewardGroup(members.pop("reward"), self.calls)
         engines = self.rollout.each("build", lambda _: (self._engine_settings(),))
-        rewards = self.reward.each("build", lambda _: (config.model, config.roles.reward, list(data_sources)))
+        scoring = (config.model_folder("actor"), config.roles.reward.absolute(), list(data_sources))
+        rewards = self.reward.each("build", lambda _: scoring)
         if shared:  # vLLM measures what memory is left to it, so nothing else may come and go meanwhile
             status("starting the engines")
             self.gather(engines)
