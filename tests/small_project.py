@@ -61,7 +61,7 @@ def write_safetensors(path: Path, shapes: dict[str, Sequence[int]]) -> None:
 
 
 def write_model(folder: Path, **changes: Any) -> None:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**MODEL, **changes}))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text("{}")

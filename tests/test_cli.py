@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
-from small_project import Project, make_project
+from small_project import Project, make_project, write_model
 
 from megappo.check import Report
 from megappo.cli import main
@@ -132,3 +132,16 @@ def test_command_data_arithmetic(project: Project, capsys: pytest.CaptureFixture
 def test_command_report_of_no_run(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "run"]) == 2
     assert capsys.readouterr().err == "error: run: has no log.jsonl: give the folder of a run (run.dir)\n"
+
+
+def test_the_readmes_example_is_what_the_command_prints(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parent.parent
+    text = (root / "README.md").read_text()
+    example = re.search(r"\n\$ megappo check configs/quickstart.yaml (.*)\n((?:error: .*\n)+)", text)
+    assert example is not None
+    (tmp_path / "configs").symlink_to(root / "configs")
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}
+    write_model(tmp_path / "runs/quickstart/model", max_position_embeddings=512, **sizes)
+    main(["data", "arithmetic", str(tmp_path / "runs/quickstart/data")])
+    done = command(tmp_path, "check", "configs/quickstart.yaml", *example[1].split())
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", example[2])
