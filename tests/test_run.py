@@ -284,7 +284,7 @@ def test_resumed_run_equals_the_uninterrupted_one(whole: Outcome, killed: Killed
 def test_a_finished_run_says_so_and_starts_nothing(killed: Killed, whole: Outcome) -> None:
     before = (whole.run / "log.jsonl").read_bytes()
     again = Command(whole.folder)
-    assert again.wait(30) == 0
+    assert again.wait() == 0
     assert "5 steps are done" in again.text and "report: run/report.html" in again.text
     assert "starting" not in again.text
     assert (whole.run / "log.jsonl").read_bytes() == before
