@@ -144,7 +144,7 @@ def test_time_metrics() -> None:
             span("actor", 1, "train", "score", 2.5, 5),
             span("critic", 0, "value", "update", 5, 9),
             span("actor", 0, "train", "update", 5, 8),
-            span("rollout", 0, "serve", "call", 9, 9.5),
+            span("rollout", 0, "serve", "probe", 9, 9.5),
         ],
         step_s=10,
     )

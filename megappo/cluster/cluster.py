@@ -93,10 +93,10 @@ class Cluster:
         if self._asleep:
             self._ask_engines("wake", "weights")
         if self._on_device:
-            (received,) = self.gather(self.rollout.each("call", lambda _: ("receive_shared", version), sum))
+            (received,) = self.gather(self.rollout.ask("receive_shared", lambda _: (version,), sum))
             sent = self._planned_bytes
         else:
-            receiving = self.rollout.each("call", lambda _: ("receive_weights", version), sum)
+            receiving = self.rollout.ask("receive_weights", lambda _: (version,), sum)
             received, sent = self.gather(receiving, self.actor.each("send_weights", lambda _: ("actor",), sum))
         if received != sent:
             raise WeightMismatch(f"weight sync {version}: {sent} bytes were sent, {received} received")
@@ -106,7 +106,7 @@ class Cluster:
         return received
 
     def _ask_engines(self, method: str, *args: Any) -> list[Any]:
-        (answers,) = self.gather(self.rollout.each("call", lambda _: (method, *args)))
+        (answers,) = self.gather(self.rollout.ask(method, lambda _: args))
         return answers
 
     # --- starting ------------------------------------------------------------------------------------------------
@@ -262,13 +262,13 @@ class Cluster:
         )
         timeout_s = self.config.run.timeout_s
         ((host, port),) = self.gather(self._host_store(self.actor))
-        receivers = self.rollout.each("call", lambda e: ("join_transfer", transfer, e, host, port, timeout_s))
+        receivers = self.rollout.ask("join_transfer", lambda engine: (transfer, engine, host, port, timeout_s))
         senders = self.actor.each("join_transfer", lambda _: ("actor", transfer, host, port, timeout_s))
         hashes = {found for side in self.gather(receivers, senders) for found in side}
         if hashes != {plan_hash(transfer.plan())}:
             raise WeightMismatch(f"the ranks computed different transfer plans: {sorted(hashes)}")
         first = RolloutGroup(self.rollout.members[:1], self.calls)  # the others run the same code
-        (found,) = self.gather(first.each("call", lambda _: ("probe", transfer)))
+        (found,) = self.gather(first.ask("probe", lambda _: (transfer,)))
         if differences := [line for lines in found for line in lines]:
             raise WeightMismatch("\n".join(differences))
         self._on_device = self.config.run.device == "cuda" and transfer.stays_on_device()

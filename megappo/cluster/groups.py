@@ -138,6 +138,16 @@ class RolloutGroup(Group):
 
         return self.each("generate", arguments, combine)
 
+    def ask(
+        self, method: str, arguments: Callable[[int], Sequence[Any]], combine: Callable[[list[Any]], Any] = list
+    ) -> Pending[Any]:
+        """Call any other method of every engine, with arguments by its number."""
+        calls = [
+            self.calls.start(member.place, method, member.actor.call.remote(method, *arguments(engine)))
+            for engine, member in enumerate(self.members)
+        ]
+        return Pending(tuple(calls), combine)
+
 
 @dataclass(frozen=True)
 class RewardGroup(Group):

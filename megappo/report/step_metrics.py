@@ -142,12 +142,16 @@ PHASES: Mapping[tuple[str, str], str] = {
     ("critic", "update"): "update_critic",
     ("actor", "update"): "update_actor",
     ("actor", "send_weights"): "update_weights",
+    ("rollout", "receive_weights"): "update_weights",
+    ("rollout", "receive_shared"): "update_weights",
+    ("rollout", "sleep"): "sleep",
+    ("rollout", "wake"): "wake",
 }
 """(role, method) of a remote call: the phase whose time it is."""
 
 
 def time_metrics(spans: Iterable[Any], step_s: float) -> Metrics:
-    """Time of each phase (first begin to last end over its workers), busy share of each pool, and the driver's share.
+    """Time of each phase (while any of its workers was busy with it), busy share of each pool, and the driver's share.
 
     Args:
         spans: of :class:`megappo.cluster.calls.Span`.
@@ -159,10 +163,7 @@ def time_metrics(spans: Iterable[Any], step_s: float) -> Metrics:
         pools[span.place.pool].append(span)
         if phase := PHASES.get((span.place.role, span.method)):
             phases[phase].append(span)
-    out = {
-        f"timing_s/{phase}": max(span.ended for span in found) - min(span.began for span in found)
-        for phase, found in phases.items()
-    }
+    out = {f"timing_s/{phase}": busy_seconds(found) for phase, found in phases.items()}
     out.update({f"perf/busy_share/{pool}": busy_seconds(found) / step_s for pool, found in pools.items()})
     out["perf/driver_share"] = max(1.0 - busy_seconds(everything) / step_s, 0.0)
     return out
