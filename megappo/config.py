@@ -46,6 +46,7 @@ class RunConfig:
     trackers: tuple[Literal["tensorboard"], ...] = key("where metrics go besides log.jsonl", ())
     device: Literal["cuda", "cpu"] = key("what the workers run on", "cuda")
     dtype: Literal["bfloat16", "float32"] = key("type of weights and activations", "bfloat16")
+    peak_tflops: float | None = key("a device's matrix peak, for MFU; null: by its name", None, above=0)
     timeout_s: float = key("seconds any one remote call or collective may take", 1800.0, above=0)
     dump_rollouts: bool = key("write every step's batch to RUN/rollouts", True)
 
@@ -157,6 +158,16 @@ class KLConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CorrectionConfig:
+    """Importance weights for the difference between the engines' log-probabilities and the actor's."""
+
+    level: Literal["off", "token", "sequence"] = key(
+        "weigh each token, each response, or only log the difference", "off"
+    )
+    threshold: float = key("largest weight", 2.0, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     weight_decay: float = key("AdamW's weight decay", 0.01, at_least=0)
     beta1: float = key("AdamW's first decay rate", 0.9, at_least=0, below=1)
@@ -187,6 +198,7 @@ class PPOConfig:
     actor_lr: float = key("peak learning rate of the actor", at_least=0)
     critic_lr: float = key("peak learning rate of the critic", at_least=0)
     kl: KLConfig = key("KL against the reference", KLConfig())
+    correction: CorrectionConfig = key("correction of off-policy responses", CorrectionConfig())
     optimizer: OptimizerConfig = key("AdamW and its schedule", OptimizerConfig())
 
 

@@ -14,6 +14,7 @@ import torch
 from megappo.config import PPOConfig
 from megappo.data import batch
 from megappo.ppo.advantages import gae, token_rewards_bt, whiten
+from megappo.ppo.correction import truncated_weights
 from megappo.ppo.kl import KLController, kl_estimate
 
 
@@ -22,7 +23,8 @@ class Credit:
     """What :func:`assign_credit` gives.
 
     Attributes:
-        table: ``id``, ``rewards``, ``advantages``, ``returns``, ragged float32 over response tokens.
+        table: ``id``, ``rewards``, ``advantages``, ``returns`` and, where a correction is configured, ``correction``,
+            ragged float32 over response tokens.
         mean_kl: estimated KL to the reference per response, in nats; 0 without a reference.
         mean_token_kl: the same per token.
     """
@@ -36,7 +38,8 @@ def assign_credit(rows: pa.Table, ppo: PPOConfig, controller: KLController) -> C
     """Token-level rewards (score on the last token, KL penalty on each) and their generalised advantages.
 
     Args:
-        rows: ``id``, ``score``, ``values``, ``logprobs`` and, where a KL term is in use, ``ref_logprobs``.
+        rows: ``id``, ``score``, ``values``, ``logprobs``; ``ref_logprobs`` where a KL term is in use; and
+            ``rollout_logprobs`` where a correction is configured.
         controller: holds the coefficient of the penalty.
     """
     values_np, mask_np = batch.pad(rows, "values")
@@ -54,6 +57,10 @@ def assign_credit(rows: pa.Table, ppo: PPOConfig, controller: KLController) -> C
     if ppo.whiten_advantages:
         advantages_bt = whiten(advantages_bt, mask_bt)
     columns = {"rewards": rewards_bt, "advantages": advantages_bt, "returns": returns_bt}
+    if ppo.correction.level != "off":
+        trained_bt, drawn_bt = (torch.from_numpy(batch.pad(rows, name)[0]) for name in ("logprobs", "rollout_logprobs"))
+        level, threshold = ppo.correction.level, ppo.correction.threshold
+        columns["correction"] = truncated_weights(trained_bt, drawn_bt, mask_bt, level=level, threshold=threshold)
     ragged = {name: batch.unpad(x_bt.float().numpy(), mask_np) for name, x_bt in columns.items()}
     return Credit(
         table=pa.table({"id": rows.column("id"), **ragged}),

@@ -17,9 +17,11 @@ from megappo.config import Config
 from megappo.credit import assign_credit
 from megappo.data.order import PromptOrder
 from megappo.data.requests import make_requests
+from megappo.layout.flops import peak_tflops
 from megappo.ppo.balance import mini_batches
 from megappo.ppo.kl import KLController
 from megappo.ppo.schedule import learning_rate
+from megappo.report.speed import speed_metrics, speed_workers
 from megappo.report.step_metrics import Metrics, time_metrics
 from megappo.run import Run
 from megappo.workers.objectives import ActorObjective, CriticObjective
@@ -68,7 +70,7 @@ class Trainer:
         self.cluster.rest_engines()
         batch = self.evaluate(batch)
         evaluated = time.time()
-        rows = batch.read("logprobs", "values", "score", *self.reference_columns)
+        rows = batch.read("logprobs", "values", "score", *self.further_columns)
         credit = assign_credit(rows, config.ppo, self.controller)
         batch = batch.with_columns([put_table(credit.table)])
         credited = time.time()
@@ -88,6 +90,14 @@ class Trainer:
         step_s = time.time() - began
         metrics |= time_metrics(self.cluster.calls.spans, step_s)
         metrics |= {"timing_s/adv": credited - evaluated, "timing_s/step": step_s, "perf/time_per_step": step_s}
+        metrics |= speed_metrics(
+            speed_workers(config),
+            metrics,
+            batch.tokens,
+            batch.response_tokens,
+            epochs=config.ppo.epochs,
+            peak_tflops=config.run.peak_tflops or peak_tflops(self.cluster.device_name),
+        )
         devices = sum(pool.devices for pool in config.pools.values())
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / step_s / devices
         last = self.step == config.run.steps
@@ -99,9 +109,11 @@ class Trainer:
             self.run.log(self.step, metrics)
 
     @property
-    def reference_columns(self) -> tuple[str, ...]:
-        """The reference's column, where there is a reference."""
-        return ("ref_logprobs",) if self.cluster.reference is not None else ()
+    def further_columns(self) -> tuple[str, ...]:
+        """What credit assignment reads beside the essentials, as configured."""
+        reference = ("ref_logprobs",) if self.cluster.reference is not None else ()
+        correction = ("rollout_logprobs",) if self.config.ppo.correction.level != "off" else ()
+        return (*reference, *correction)
 
     def generate(self) -> Batch:
         """Sample responses to the step's prompts."""

@@ -69,8 +69,8 @@ class MegatronProcess(LoggedProcess):
         return host, self.stores[-1].port
 
     @timed
-    def join(self, rank: int, world: int, host: str, port: int, timeout_s: float, seed: int) -> None:
-        """Join the pool's process group."""
+    def join(self, rank: int, world: int, host: str, port: int, timeout_s: float, seed: int) -> str:
+        """Join the pool's process group; returns the name of this device."""
         import torch
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -78,6 +78,7 @@ class MegatronProcess(LoggedProcess):
 
         init_world(rank, world, host, port, timeout_s)
         seed_dropout(seed)
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
     @timed
     def build(self, role: str, settings: Any) -> None:

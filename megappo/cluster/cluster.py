@@ -32,6 +32,7 @@ class Cluster:
     Attributes:
         actor, critic, reference, rollout, reward: the groups; ``reference`` is ``None`` where no KL term is in use.
         calls: waits for what they were asked.
+        device_name: of the Megatron processes' devices, as CUDA names it; "cpu" without.
     """
 
     actor: MegatronGroup
@@ -39,6 +40,7 @@ class Cluster:
     reference: MegatronGroup | None
     rollout: RolloutGroup
     reward: RewardGroup
+    device_name: str
 
     def __init__(self, config: Config, data_sources: Sequence[str], status: Callable[[str], None]) -> None:
         """Start everything.
@@ -217,7 +219,8 @@ class Cluster:
             world = len(group.members)
             return group.each("join", lambda rank: (rank, world, host, port, run.timeout_s, run.seed))
 
-        self.gather(*[joining(group, *address) for group, address in zip(groups, addresses, strict=True)])
+        joined = self.gather(*[joining(group, *address) for group, address in zip(groups, addresses, strict=True)])
+        self.device_name = joined[0][0]
 
     def _host_store(self, group: Group) -> Pending[tuple[str, int]]:
         """Ask the first process of a group to open a meeting point."""

@@ -66,6 +66,8 @@ def batch_metrics(rows: pa.Table, max_prompt: int, max_response: int) -> Metrics
     for name, gap in (("probs", np.exp(engine) - np.exp(trainer)), ("logprobs", engine - trainer)):
         out[f"training/rollout_{name}_diff_mean"] = float(np.abs(gap).mean())
         out[f"training/rollout_{name}_diff_max"] = float(np.abs(gap).max())
+    if engine.std() > 0 and trainer.std() > 0:
+        out["training/rollout_actor_probs_pearson_corr"] = float(np.corrcoef(np.exp(engine), np.exp(trainer))[0, 1])
     for name, extra in reward_extras(rows).items():
         out[f"reward/{name}/mean"] = float(np.nanmean(extra))
     return out

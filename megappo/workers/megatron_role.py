@@ -151,14 +151,25 @@ class MegatronRole:
         self.trained.train()
         set_learning_rate(self.optimizer, learning_rate)
         history = [self._step(batch.take_ids(rows, mini.ids), mini.totals, objective) for mini in mini_batches]
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # an engine on this device may read the weights as soon as this returns
+        memory = self._peak_memory() if torch.cuda.is_available() else {}
         if not self.reports:
             return None
         means = {name: float(np.mean([stats[name] for stats in history])) for name in history[0]}
         if "actor/ppo_kl" in means:
             means["actor/ppo_kl_first"] = history[0]["actor/ppo_kl"]
-        return means
+        return {**means, **memory}
+
+    def _peak_memory(self) -> dict[str, float]:
+        """Most memory allocated since the last call, in GiB, on any rank."""
+        torch.cuda.synchronize()  # also: an engine on this device may read the weights as soon as an update returns
+        peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=device())
+        torch.cuda.reset_peak_memory_stats()
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        return {f"perf/max_memory_allocated_gb/{self._name}": float(peak)}
+
+    @property
+    def _name(self) -> str:
+        return "critic" if self.settings.scalar_head else "actor"
 
     def _step(self, rows: pa.Table, totals: Totals, objective: Objective) -> dict[str, float]:
         micros = self._micro_batches(rows, objective.columns)
@@ -173,8 +184,7 @@ class MegatronRole:
             raise FloatingPointError(
                 f"the gradient norm is {float(grad_norm)}: lower the learning rate, or look for broken rewards"
             )
-        prefix = "critic" if self.settings.scalar_head else "actor"
-        return {**stats, f"{prefix}/grad_norm": float(grad_norm)}
+        return {**stats, f"{self._name}/grad_norm": float(grad_norm)}
 
     def _sum_over_data_parallel(self, results: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         names = sorted(results[0])

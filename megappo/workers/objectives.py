@@ -43,7 +43,8 @@ class ActorObjective:
     @property
     def columns(self) -> tuple[str, ...]:
         kl = ("ref_logprobs",) if self.ppo.kl.loss_coef else ()
-        return ("logprobs", "advantages", *kl)
+        correction = ("correction",) if self.ppo.correction.level != "off" else ()
+        return ("logprobs", "advantages", *kl, *correction)
 
     def __call__(
         self, output_th: torch.Tensor, micro: MicroBatch, totals: Totals, role: MegatronRole
@@ -73,6 +74,8 @@ class ActorObjective:
             clip_high=ppo.clip if ppo.clip_high is None else ppo.clip_high,
             dual_clip=ppo.dual_clip,
         )
+        if "correction" in data:
+            surrogate_n = data["correction"] * surrogate_n
         loss_n, losses = surrogate_n, {"actor/pg_loss": surrogate_n}
         measured = {
             "actor/pg_clipfrac": stats["clipped"],
@@ -81,6 +84,9 @@ class ActorObjective:
             "actor/ratio": stats["ratio"],
             "actor/entropy": entropies_n,
         }
+        if "correction" in data:
+            measured["training/correction_mean"] = data["correction"]
+            measured["training/correction_truncated"] = (data["correction"] >= ppo.correction.threshold).float()
         if ppo.entropy_coef:
             loss_n = loss_n - ppo.entropy_coef * entropies_n
         if ppo.kl.loss_coef:

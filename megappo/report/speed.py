@@ -1,0 +1,79 @@
+"""Model operations a second of each phase, per device, and their share of the device's peak (MFU)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from megappo.config import Config
+from megappo.layout.flops import BACKWARD, Shape, forward_flops
+from megappo.models.spec import read_model_spec
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A role's model and how many devices work on it."""
+
+    shape: Shape
+    devices: int
+    scalar_head: bool = False
+
+
+PASSES: Mapping[str, tuple[str, bool]] = {
+    "gen": ("rollout", False),
+    "old_log_prob": ("actor", False),
+    "ref": ("reference", False),
+    "values": ("critic", False),
+    "update_actor": ("actor", True),
+    "update_critic": ("critic", True),
+}
+"""Phase: the role whose model it runs, and whether it trains."""
+
+
+def speed_workers(config: Config) -> dict[str, Worker]:
+    """Each role's model and the devices of its pool."""
+    roles = config.roles
+    pools = {"actor": roles.actor.pool, "critic": roles.critic.pool, "rollout": roles.rollout.pool}
+    if roles.reference is not None:
+        pools["reference"] = roles.reference.pool
+    return {
+        role: Worker(
+            read_model_spec(config.model_folder("actor" if role == "rollout" else role)),
+            config.pools[pool].devices,
+            scalar_head=role == "critic",
+        )
+        for role, pool in pools.items()
+    }
+
+
+def speed_metrics(
+    workers: Mapping[str, Worker],
+    times: Mapping[str, float],
+    tokens: np.ndarray,
+    response_tokens: np.ndarray,
+    *,
+    epochs: int,
+    peak_tflops: float | None,
+) -> dict[str, float]:
+    """``perf/tflops/<phase>`` per device and, where the peak is known, ``perf/mfu/<phase>``.
+
+    Args:
+        workers: by role.
+        times: ``timing_s/<phase>`` in seconds.
+        tokens, response_tokens: of each row.
+        epochs: passes of an update over the batch.
+        peak_tflops: of one device.
+    """
+    out = {}
+    for phase, (role, trains) in PASSES.items():
+        seconds, worker = times.get(f"timing_s/{phase}", 0.0), workers.get(role)
+        if worker is None or seconds <= 0:
+            continue
+        head_tokens = 0 if worker.scalar_head else int(response_tokens.sum())
+        flops = forward_flops(worker.shape, tokens.tolist(), head_tokens) * ((1 + BACKWARD) * epochs if trains else 1)
+        out[f"perf/tflops/{phase}"] = flops / seconds / worker.devices / 1e12
+        if peak_tflops:
+            out[f"perf/mfu/{phase}"] = out[f"perf/tflops/{phase}"] / peak_tflops
+    return out
