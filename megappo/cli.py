@@ -75,6 +75,18 @@ def _arithmetic(options: argparse.Namespace) -> int:
     return 0
 
 
+def _bench(options: argparse.Namespace) -> int:
+    import importlib
+
+    from megappo.bench.shapes import QWEN
+
+    if options.size not in QWEN:
+        return _refuse(f"--size {options.size}: not a size: sizes are {', '.join(QWEN)}")
+    more = {"train": False} if options.name == "training" and options.forward_only else {}
+    importlib.import_module(f"megappo.bench.{options.name}").run(options.size, options.models, options.out, **more)
+    return 0
+
+
 def _config(options: argparse.Namespace) -> int:
     for dotted, legal, default, help_text in describe_config():
         print(f"{dotted}: {default}\n    {help_text} ({legal})")
@@ -129,6 +141,17 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("report", help=text, description=text)
     command.add_argument("run_dir", metavar="RUN", help="folder of a run")
     command.set_defaults(run=_report)
+
+    text = "measure a part against its bare counterpart, in one run"
+    command = commands.add_parser("bench", help=text, description=text)
+    command.add_argument("name", choices=("rollout", "training", "sync"))
+    command.add_argument(
+        "--size", default="0.5b", help="shape of the model, with random weights: 0.5b, 1.5b, 7b or tiny"
+    )
+    command.add_argument("--models", default="runs/bench", metavar="DIR", help="where models are made and kept")
+    command.add_argument("--out", metavar="FILE", help="JSON file to add the table to")
+    command.add_argument("--forward-only", action="store_true", help="training: leave out the update")
+    command.set_defaults(run=_bench)
 
     text = "make or convert prompt files"
     kinds = commands.add_parser("data", help=text, description=text).add_subparsers(metavar="KIND", required=True)

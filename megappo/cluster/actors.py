@@ -26,7 +26,9 @@ def timed(method: Callable[..., Any]) -> Callable[..., Timed]:
         began = time.time()
         try:
             return Timed(method(*args, **kwargs), began, time.time())
-        except Exception:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # torch's checkpoint errors are no Exceptions
             text = traceback.format_exc()
             print(text, file=sys.stderr, flush=True)
             return Timed(None, began, time.time(), failure=text)

@@ -27,7 +27,7 @@ class Objective(Protocol):
         ...
 
     def __call__(
-        self, output: torch.Tensor, micro: MicroBatch, totals: Totals, role: MegatronRole
+        self, output: torch.Tensor, micro: MicroBatch, totals: Totals, role: MegatronRole, /
     ) -> tuple[torch.Tensor, Statistics]:
         """(loss to add up, statistics to add up), all scalars; ``output`` is the last stage's."""
         ...
