@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
+from ray.exceptions import RayActorError, RayError
 
 Result = TypeVar("Result")
 
@@ -166,15 +166,10 @@ class _Failure:
 
 
 def _words(error: RayError) -> str:
-    """The lines of a Ray error that say why."""
+    """The lines of a Ray error that say why: the first for a death, the last (a traceback's end) for all else."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return (
-        lines[0]
-        if isinstance(error, RayActorError)
-        and not isinstance(error, ActorUnschedulableError)
-        and ("constructor" not in lines[0])
-        else "\n".join(lines[-12:])
-    )
+    died = isinstance(error, RayActorError) and "constructor" not in lines[0]
+    return lines[0] if died else "\n".join(lines[-12:])
 
 
 def one(values: Sequence[Any]) -> Any:
