@@ -96,6 +96,8 @@ class Command:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # A shell that put the tests into the background has told them to ignore Ctrl-C; the command shall not.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
             )
 
     @property

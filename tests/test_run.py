@@ -22,7 +22,10 @@ from megappo.report.run_log import read_log, read_samples
 
 STEPS = 5
 ROWS = 21
-TIMES = ("timing_s/", "perf/busy_share", "perf/driver_share", "perf/time_per_step", "perf/throughput")
+TIMES = (
+    *("timing_s/", "perf/busy_share", "perf/driver_share", "perf/time_per_step", "perf/throughput"),
+    *("perf/tflops", "perf/mfu"),
+)
 ROLLOUT_COLUMNS = {
     *("id", "prompt_index", "data_source", "prompt_ids", "response_ids", "rollout_logprobs", "finish_reason"),
     *("weight_version", "logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns", "score"),

@@ -14,8 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megappo.models import softmax_torch
+from megappo.models.softmax_torch import wide
+
 CHUNK_BYTES = 512 << 20
-"""Size of the float32 logits of one chunk. A few such tensors exist at a time."""
+"""Size of one chunk's logits in float32; on CUDA they exist in the model's dtype only."""
 
 Statistics = dict[str, torch.Tensor]
 LossFunction = Callable[[torch.Tensor, torch.Tensor, slice], tuple[torch.Tensor, Statistics]]
@@ -56,7 +59,7 @@ class LanguageHead:
                 (chunk.logprobs_c, chunk.entropies_c if with_entropy else torch.zeros_like(chunk.logprobs_c))
                 for chunk in self._chunks(hidden_nh, targets_n, temperature)
             ]
-        empty = hidden_nh.new_empty(0, dtype=_wide(hidden_nh.dtype))
+        empty = hidden_nh.new_empty(0, dtype=wide(hidden_nh.dtype))
         return (
             torch.cat([empty, *(logprobs for logprobs, _ in chunks)]),
             torch.cat([empty, *(entropies for _, entropies in chunks)]),
@@ -77,7 +80,7 @@ class LanguageHead:
             (loss, summed statistics), scalars.
         """
         if len(targets_n) == 0:
-            nothing = hidden_nh.new_empty(0, dtype=_wide(hidden_nh.dtype))
+            nothing = hidden_nh.new_empty(0, dtype=wide(hidden_nh.dtype))
             return function(nothing, nothing, slice(0, 0))
         statistics: Statistics = {}
         loss = _FusedLoss.apply(hidden_nh, self.weight_vh, targets_n, self, function, temperature, statistics)
@@ -92,48 +95,55 @@ class LanguageHead:
 
 
 class _Chunk:
-    """Some tokens' logits, in float32 and shifted by their peak, and what follows from them."""
+    """Some tokens' logits, in the model's dtype, and what follows from them."""
 
     def __init__(
         self, head: LanguageHead, which: slice, hidden_ch: torch.Tensor, targets_c: torch.Tensor, temperature: float
     ) -> None:
-        width, alone = head.weight_vh.shape[0], head.group.size() == 1
+        width = head.weight_vh.shape[0]
         first = head.group.rank() * width
-        valid = min(max(head.vocab_size - first, 0), width)
-        self.which, self.temperature, self.valid, self.width = which, temperature, valid, width
-        z_cv = (hidden_ch @ head.weight_vh[:valid].T).to(_wide(hidden_ch.dtype))
-        if temperature != 1.0:
-            z_cv /= temperature
-        peak_c = z_cv.max(dim=1).values if valid else z_cv.new_full((len(targets_c),), -torch.inf)
-        if not alone:
-            dist.all_reduce(peak_c, op=dist.ReduceOp.MAX, group=head.group)
-        z_cv -= peak_c[:, None]  # sums of shifted logits keep their digits, however large the logits are
-        local_c = targets_c - first
-        self.here_c = (local_c >= 0) & (local_c < valid)
-        self.local_c = local_c.clamp(0, max(valid - 1, 0))
-        at_target_c = z_cv.gather(1, self.local_c[:, None])[:, 0] if valid else torch.zeros_like(peak_c)
-        e_cv = z_cv.exp()
-        sums = torch.stack([e_cv.sum(1), torch.where(self.here_c, at_target_c, 0.0), torch.linalg.vecdot(e_cv, z_cv)])
-        del e_cv
-        if not alone:
-            dist.all_reduce(sums, group=head.group)
-        log_sum_c = sums[0].log()
-        self.logprobs_c = sums[1] - log_sum_c
-        self.entropies_c = log_sum_c - sums[2] / sums[0]
-        self.log_p_cv = z_cv.sub_(log_sum_c[:, None])
+        self.valid = min(max(head.vocab_size - first, 0), width)
+        self.which, self.temperature = which, temperature
+        self.targets_c = torch.where(targets_c - first < self.valid, targets_c - first, -1)
+        self.softmax = _softmax(hidden_ch)
+        self.logits_cv = hidden_ch @ head.weight_vh[: self.valid].T
+        self.peaks_c, sums_c3 = self.softmax.softmax_statistics(self.logits_cv, self.targets_c, temperature)
+        total_c, at_target_c, weighted_c = sums_c3.unbind(1)
+        if head.group.size() > 1:
+            own_c = self.peaks_c.clone()
+            dist.all_reduce(self.peaks_c, op=dist.ReduceOp.MAX, group=head.group)
+            lowered_c = own_c - self.peaks_c
+            scale_c = lowered_c.exp()  # 0 on a rank that holds padding only
+            weighted_c = torch.where(scale_c > 0, scale_c * (weighted_c + lowered_c * total_c), 0.0)
+            sums_3c = torch.stack([scale_c * total_c, at_target_c, weighted_c])
+            dist.all_reduce(sums_3c, group=head.group)
+            total_c, at_target_c, weighted_c = sums_3c.unbind(0)
+        self.log_sums_c = total_c.log()
+        # In this order: a large peak would swallow the digits of the sum.
+        self.logprobs_c = (at_target_c - self.peaks_c) - self.log_sums_c
+        self.entropies_c = self.log_sums_c - weighted_c / total_c
 
     def logit_gradients(self, grad_logprobs_c: torch.Tensor, grad_entropies_c: torch.Tensor | None) -> torch.Tensor:
-        """Gradient of a loss with respect to this rank's logits, [chunk, real rows]; uses up the chunk."""
-        log_p_cv = self.log_p_cv
-        if grad_entropies_c is None:
-            grad_cv = log_p_cv.exp_().mul_(-grad_logprobs_c[:, None])
-        else:
-            p_cv = log_p_cv.exp()
-            inner_cv = log_p_cv.add_(self.entropies_c[:, None]).mul_(grad_entropies_c[:, None])
-            grad_cv = inner_cv.add_(grad_logprobs_c[:, None]).mul_(p_cv).neg_()
-        if self.valid:
-            grad_cv.scatter_add_(1, self.local_c[:, None], (grad_logprobs_c * self.here_c)[:, None])
-        return grad_cv if self.temperature == 1.0 else grad_cv.div_(self.temperature)
+        """Gradient of a loss with respect to this rank's logits, [chunk, real rows]; takes the logits' place."""
+        return self.softmax.logit_gradients_(
+            self.logits_cv,
+            self.targets_c,
+            self.peaks_c,
+            self.log_sums_c,
+            self.entropies_c,
+            grad_logprobs_c,
+            grad_entropies_c,
+            self.temperature,
+        )
+
+
+def _softmax(tensor: torch.Tensor) -> Any:
+    """The module with the two passes over logits, for this tensor's device."""
+    if tensor.is_cuda:
+        from megappo.models import softmax_cuda
+
+        return softmax_cuda
+    return softmax_torch
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -149,7 +159,7 @@ class _FusedLoss(torch.autograd.Function):
         statistics: Statistics,
     ) -> torch.Tensor:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        total = hidden_nh.new_zeros((), dtype=_wide(hidden_nh.dtype))
+        total = hidden_nh.new_zeros((), dtype=wide(hidden_nh.dtype))
         grad_nh = torch.zeros_like(hidden_nh) if needs_hidden else None
         main_grad_vh = getattr(weight_vh, "main_grad", None) if needs_weight else None
         grad_vh = torch.zeros_like(weight_vh) if needs_weight and main_grad_vh is None else None
@@ -166,7 +176,7 @@ class _FusedLoss(torch.autograd.Function):
             if grads is None:
                 continue
             grad_logprobs_c = torch.zeros_like(logprobs_c) if grads[0] is None else grads[0]
-            grad_cv = chunk.logit_gradients(grad_logprobs_c, grads[1]).to(weight_vh.dtype)
+            grad_cv = chunk.logit_gradients(grad_logprobs_c, grads[1])
             if grad_nh is not None:
                 grad_nh[chunk.which] = grad_cv @ weight_vh[: chunk.valid]
             into = grad_vh if main_grad_vh is None else main_grad_vh
@@ -180,7 +190,3 @@ class _FusedLoss(torch.autograd.Function):
         grad_nh, grad_vh = ctx.saved_tensors
         scaled = [None if grad is None else grad * grads[0].to(grad.dtype) for grad in (grad_nh, grad_vh)]
         return (*scaled, None, None, None, None, None)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

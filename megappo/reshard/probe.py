@@ -27,11 +27,11 @@ def is_probed(name: str, spec: ModelSpec) -> bool:
     return layer is None or int(layer.group(1)) in (0, spec.num_layers - 1)
 
 
-def index_tensors(spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
+def index_tensors(spec: ModelSpec, *, probed_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """The model's Hugging Face tensors with their elements numbered through, int64, one at a time."""
     begin = NOTHING + 1
     for name, shape in spec.hf_shapes().items():
-        if is_probed(name, spec):
+        if not probed_only or is_probed(name, spec):
             yield name, torch.arange(begin, begin + prod(shape)).view(shape)
         begin += prod(shape)
 
@@ -49,7 +49,7 @@ def rule_elements(
     by_name: dict[str, list[Box]] = {}
     for box in boxes:
         by_name.setdefault(box.name, []).append(box)
-    for name, tensor in index_tensors(spec):
+    for name, tensor in index_tensors(spec, probed_only=True):
         for box in by_name.get(name, ()):
             out[box.param][block(box.local_offset, box.size)] = tensor[block(box.offset, box.size)]
     return out
@@ -79,7 +79,7 @@ def loaded_elements(spec: ModelSpec, model: torch.nn.Module) -> dict[str, torch.
         for param in params.values():
             param.requires_grad_(False)
             param.data = torch.full(param.shape, NOTHING, dtype=torch.int64)
-        model.load_weights(index_tensors(spec))  # type: ignore[operator]
+        model.load_weights(index_tensors(spec, probed_only=True))  # type: ignore[operator]
         found = {name: param.data for name, param in params.items()}
     finally:
         for name, param in params.items():
