@@ -34,7 +34,7 @@ def _statistics(logits, targets, peaks, sums, columns, stride, inverse_temperatu
         weighted = tl.where(scale == 0.0, 0.0, scale * (weighted + lowered * total))
         weighted += tl.sum(tl.where(at < columns, e * shifted, 0.0), 0)
         total = scale * total + tl.sum(e, 0)
-        at_target += tl.sum(tl.where(at == target, z, 0.0), 0)
+        at_target += tl.sum(tl.where((at == target) & (at < columns), z, 0.0), 0)
         peak = new_peak
     tl.store(peaks + row, peak)
     tl.store(sums + row * 3, total)
