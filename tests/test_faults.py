@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 from small_run import MARK, Command, kill, make_run_folder, marked, worker_pid
 
 from megappo.cluster.calls import Calls, Span, WorkerFailed
@@ -218,3 +219,13 @@ def test_bad_input_is_refused_before_anything_starts(folder: Path, tmp_path: Pat
     assert len(errors) == 1 and errors[0].startswith("error: ") and words in errors[0]
     with contextlib.suppress(psutil.Error):
         assert command.processes() == []
+
+
+def test_gpus_that_are_not_there_are_missed_at_once(folder: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    command = Command(folder, *SMALLER, "run.device=cuda", "run.dir=elsewhere")
+    assert command.wait(60) == 1
+    assert "this machine has 0 GPUs" in command.text and "run.device=cpu" in command.text
+    assert "Traceback" not in command.text
+    command.assert_nothing_left()

@@ -116,7 +116,7 @@ class Cluster:
     def _start(self, data_sources: Sequence[str], status: Callable[[str], None]) -> None:
         config = self.config
         self._owns_ray = start_ray(config)
-        self._pools = reserve_pools(config, min(config.run.timeout_s, 600.0))
+        self._pools = reserve_pools(config, min(config.run.timeout_s, 600.0), fixed=self._owns_ray)
         roles: dict[str, MegatronRoleConfig] = {"actor": config.roles.actor, "critic": config.roles.critic}
         if config.roles.reference is not None:
             roles["reference"] = config.roles.reference

@@ -90,13 +90,24 @@ def start_ray(config: Config) -> bool:
     return True
 
 
-def reserve_pools(config: Config, timeout_s: float) -> Mapping[str, Pool]:
+def reserve_pools(config: Config, timeout_s: float, *, fixed: bool) -> Mapping[str, Pool]:
     """Reserve every pool at once.
+
+    Args:
+        timeout_s: how long to wait for devices that others hold, or nodes that are still to join.
+        fixed: the cluster is this machine alone: what it lacks will not come.
 
     Raises:
         PoolError: not all come within ``timeout_s``; names the pools and what the cluster has.
     """
     on_cuda = config.run.device == "cuda"
+    wanted = sum(pool.devices for pool in config.pools.values())
+    has = int(ray.cluster_resources().get("GPU", 0))
+    if fixed and on_cuda and has < wanted:
+        raise PoolError(
+            f"the pools have {wanted} devices, this machine has {has} GPUs: make the pools smaller, name a Ray cluster "
+            "by RAY_ADDRESS, or run on CPU processes with run.device=cpu"
+        )
     pools: dict[str, Pool] = {}
     one_machine = len([node for node in ray.nodes() if node["Alive"]]) == 1
     strategy = "PACK" if one_machine and not on_cuda else "STRICT_SPREAD"
@@ -107,7 +118,7 @@ def reserve_pools(config: Config, timeout_s: float) -> Mapping[str, Pool]:
     _, late = ray.wait([pool.reservation.ready() for pool in pools.values()], num_returns=len(pools), timeout=timeout_s)
     if late:
         kind = "GPU" if on_cuda else "CPU"
-        wanted = ", ".join(f"{name}: {p.nodes} x {p.devices_per_node}" for name, p in config.pools.items())
+        asked = ", ".join(f"{name}: {p.nodes} x {p.devices_per_node}" for name, p in config.pools.items())
         nodes = ", ".join(
             f"{node['NodeManagerAddress']}: {int(node['Resources'].get(kind, 0))}"
             for node in ray.nodes()
@@ -116,7 +127,7 @@ def reserve_pools(config: Config, timeout_s: float) -> Mapping[str, Pool]:
         for reserved in pools.values():
             remove_placement_group(reserved.reservation)
         raise PoolError(
-            f"{len(late)} of the pools ({wanted} devices) did not come within {timeout_s:g} s: the nodes of this "
+            f"{len(late)} of the pools ({asked} devices) did not come within {timeout_s:g} s: the nodes of this "
             f"cluster have these {kind}s in all ({nodes}); make the pools smaller, or wait for others or for nodes"
         )
     return {name: pools[name] for name in config.pools}
