@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Watch a small language model learn to add by PPO: about 8 minutes on two cores, no GPU, nothing prepared.
+# Watch a small language model learn to add by PPO: about 5 minutes on two cores, no GPU, nothing prepared.
 #
 #   bash launch/quickstart.sh                 # goes on where an earlier call was stopped
 #   bash launch/quickstart.sh --fresh         # forgets the earlier run first

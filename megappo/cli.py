@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_report(Report(errors=getattr(error, "problems", (str(error),))))
         return BAD_INPUT if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
+        print("interrupted; a training run resumes from its last checkpoint by the same command", file=sys.stderr)
         return 130
 
 

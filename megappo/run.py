@@ -30,6 +30,7 @@ from megappo.report.step_metrics import (
     validation_metrics,
 )
 from megappo.report.trackers import Trackers
+from megappo.rewards.manager import RewardManager
 from megappo.run_lock import RunLock
 
 SAMPLES = 8
@@ -114,6 +115,16 @@ class Run:
     def _load(self, files: Sequence[str], tokenizer: Any) -> PromptSet:
         data = self.config.data
         return load_prompts(files, tokenizer, max_prompt=data.max_prompt, overlong=data.overlong)
+
+    def check_rewards(self) -> None:
+        """Load the reward functions once, before anything expensive starts.
+
+        Raises:
+            RewardError: one does not load, is no function of four arguments, or a data source has none.
+        """
+        reward = self.config.roles.reward.absolute()
+        with RewardManager(reward.function, reward.by_source, reward.timeout_s, processes=1) as manager:
+            manager.check_sources(self.data_sources)
 
     # --- logs ----------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,10 @@ class RunInUse(RuntimeError):
     """Another process has the run's folder."""
 
 
+class RunFolderError(ValueError):
+    """The run's folder cannot be made or written."""
+
+
 class RunLock:
     """The lock of a run's folder, from construction to :meth:`release` or the end of the process, however it ends.
 
@@ -21,13 +25,17 @@ class RunLock:
         folder: ``run.dir``; made if need be.
 
     Raises:
+        RunFolderError: it cannot be made or written.
         RunInUse: another process has it; says which, as that one wrote it into the file.
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Opened without truncation: what the owner wrote must still be there to be shown.
-        self._file = os.fdopen(os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644), "r+")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # Opened without truncation: what the owner wrote must still be there to be shown.
+            self._file = os.fdopen(os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644), "r+")
+        except OSError as error:
+            raise RunFolderError(f"run.dir: {folder} cannot be written ({error.strerror}): choose another") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

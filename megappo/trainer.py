@@ -32,10 +32,11 @@ def train(config: Config) -> None:
     """Train as configured, from the beginning or from the run's last complete checkpoint.
 
     Raises:
-        DataError, ModelError, PoolError, WorkerFailed, WeightMismatch: with words for the user.
+        DataError, RewardError, ModelError, PoolError, WorkerFailed, WeightMismatch: with words for the user.
     """
     with Run(config) as run:
         if not run.is_finished:
+            run.check_rewards()
             with Cluster(config, run.data_sources, run.console.status) as cluster:
                 trainer = Trainer(config, run, cluster)
                 trainer.resume()

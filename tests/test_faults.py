@@ -171,18 +171,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_reward_that_cannot_be_imported_ends_the_command(folder: Path) -> None:
     (folder / "broken.py").write_text("raise LookupError('no table of answers')\ndef compute_score(**_): return 0\n")
     command = Command(folder, *SMALLER, "roles.reward.function=broken.py:compute_score")
-    assert command.wait() == 1
+    assert command.wait(60) in (1, 2)
     command.assert_nothing_left()
-    message = command.text[command.text.index("error: ") :]
-    assert re.match(r"error: reward rank 0 \(.*node [\d.]+\) failed in build:\nTraceback", message), message
-    assert "no table of answers" in message
+    assert "error: " in command.text and "no table of answers" in command.text
+    assert "starting" not in command.text  # it is known before any worker is
 
 
-def test_ctrl_c_leaves_nothing(folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_nothing(folder: Path, number: signal.Signals) -> None:
     command = Command(folder, *SMALLER)
     command.until(lambda: "loading models" in command.text)
-    os.kill(command.process.pid, signal.SIGINT)
+    os.kill(command.process.pid, number)
     assert command.wait(20) == 130
+    assert "resumes" in command.text
     command.assert_nothing_left()
     assert "Traceback" not in command.text
 

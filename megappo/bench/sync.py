@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megappo.bench.shapes import make_qwen
-from megappo.bench.table import show
+from megappo.bench.table import BenchError, show
 from megappo.layout.mesh import Layout
 from megappo.models.spec import read_model_spec
 from megappo.reshard.actor_to_rollout import TransferSpec
@@ -23,10 +23,10 @@ def run(size: str, folder: str, out: str | None) -> None:
     """Measure the median of 20 syncs, and prove that the engine ends up with the trainer's weights.
 
     Raises:
-        RuntimeError: there is no GPU, or the weights did not arrive.
+        BenchError: there is no GPU, or the weights did not arrive.
     """
     if not torch.cuda.is_available():
-        raise RuntimeError("bench sync measures two processes on one GPU: no CUDA device is here")
+        raise BenchError("bench sync measures two processes on one GPU: no CUDA device is here")
     from megappo.workers.rollout_engine import RolloutEngine
     from megappo.workers.settings import EngineSettings
 
@@ -64,7 +64,7 @@ def run(size: str, folder: str, out: str | None) -> None:
     extra = free - torch.cuda.mem_get_info()[0]
     found = engine.engine.collective_rpc("megappo_checksums")[0]
     if abs(found["model.norm.weight"] - sums["norm"]) > 1e-3 or found["model.embed_tokens.weight"] != sums["embedding"]:
-        raise RuntimeError(f"the engine holds other weights: {found['model.norm.weight']}, not {sums['norm']}")
+        raise BenchError(f"the engine holds other weights: {found['model.norm.weight']}, not {sums['norm']}")
     copy = _device_copy(received)
     sync = sorted(times)[len(times) // 2]
     row: dict[str, float | str] = {

@@ -6,6 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+
+class BenchError(RuntimeError):
+    """A benchmark that cannot be run here, or whose result is wrong."""
+
+
 Row = Mapping[str, float | str]
 
 

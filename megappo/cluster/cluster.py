@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megappo.cluster.actors import MegatronProcess, RewardProcess, RolloutProcess
 from megappo.cluster.calls import Calls, Pending, Place, one
 from megappo.cluster.groups import Group, MegatronGroup, Member, RewardGroup, RolloutGroup, layouts
-from megappo.cluster.pools import Pool, reserve_pools, start_ray, worker_environment
+from megappo.cluster.pools import Pool, end_on_sigterm, reserve_pools, start_ray, worker_environment
 from megappo.config import Config, MegatronRoleConfig
 from megappo.models.spec import read_model_spec
 from megappo.reshard.actor_to_rollout import TransferSpec
@@ -116,6 +116,7 @@ class Cluster:
     def _start(self, data_sources: Sequence[str], status: Callable[[str], None]) -> None:
         config = self.config
         self._owns_ray = start_ray(config)
+        end_on_sigterm()
         self._pools = reserve_pools(config, min(config.run.timeout_s, 600.0), fixed=self._owns_ray)
         roles: dict[str, MegatronRoleConfig] = {"actor": config.roles.actor, "critic": config.roles.critic}
         if config.roles.reference is not None:

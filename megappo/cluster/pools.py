@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +90,16 @@ def start_ray(config: Config) -> bool:
     # "local": a cluster that somebody else started on this machine is not ours to use.
     ray.init(address="local", num_cpus=devices + 2, include_dashboard=False, **quiet)
     return True
+
+
+def end_on_sigterm() -> None:
+    """Let a scheduler's SIGTERM end the run as Ctrl-C does; call it after ``ray.init``, whose handler aborts."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def reserve_pools(config: Config, timeout_s: float, *, fixed: bool) -> Mapping[str, Pool]:
