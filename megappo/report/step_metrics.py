@@ -9,8 +9,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from megappo.data import batch
+from megappo.ppo.explained_variance import explained_variance
 
 Metrics = dict[str, float]
 
@@ -46,7 +48,6 @@ def batch_metrics(rows: pa.Table, max_prompt: int, max_response: int) -> Metrics
     prompts, responses = batch.lengths(rows, "prompt_ids"), batch.lengths(rows, "response_ids")
     values, returns = batch.flat(rows, "values"), batch.flat(rows, "returns")
     rewards = np.array([row.sum() for row in batch.split_rows(rows, "rewards")])
-    variance = float(returns.var())
     cut = np.array([reason == "length" for reason in rows.column("finish_reason").to_pylist()])
     out = {
         **summary("critic/score", batch.column(rows, "score")),
@@ -54,7 +55,7 @@ def batch_metrics(rows: pa.Table, max_prompt: int, max_response: int) -> Metrics
         **summary("critic/advantages", batch.flat(rows, "advantages")),
         **summary("critic/returns", returns),
         **summary("critic/values", values),
-        "critic/vf_explained_var": 1.0 - float((returns - values).var()) / variance if variance > 0 else 0.0,
+        "critic/vf_explained_var": explained_variance(torch.tensor(values), torch.tensor(returns)),
         **summary("response_length", responses),
         "response_length/clip_ratio": float(cut.mean()),
         **summary("prompt_length", prompts),
