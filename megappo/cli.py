@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from megappo import __version__
 from megappo.check import Report, check_file
 from megappo.config import Config, describe_config
+from megappo.stack import check_driver
 
 BAD_INPUT = 2
 """Exit status where the user's input is at fault, as argparse has it; each error is on standard error."""
@@ -48,6 +50,7 @@ def _train(options: argparse.Namespace) -> int:
     _print_report(report)
     if config is None or report.errors:
         return BAD_INPUT
+    check_driver(config.run.device, workers_here=not os.environ.get("RAY_ADDRESS"))
     from megappo.trainer import train
 
     train(config)

@@ -81,17 +81,21 @@ def make_tiny_model() -> Any:
 
 
 class Command:
-    """``python -m megappo train config.yaml ...`` in a session of its own."""
+    """``python -m megappo train config.yaml ...`` in a session of its own.
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
+    ``installed``: a folder of packages that come before those of the environment.
+    """
+
+    def __init__(self, folder: Path, *overrides: str, installed: Path | None = None) -> None:
         self.mark = uuid.uuid4().hex
         self.output = folder / f"output-{self.mark[:8]}.txt"
         self.began = time.monotonic()
+        path = os.pathsep.join(map(str, [ROOT, *([installed] if installed else [])]))
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "megappo", "train", "config.yaml", *overrides],
                 cwd=folder,
-                env={**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, MARK: self.mark, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from installed import GPU, install
 from small_run import MARK, Command, kill, make_run_folder, marked, worker_pid
 
 from megappo.cluster.calls import Calls, Span, WorkerFailed
@@ -222,10 +223,14 @@ def test_bad_input_is_refused_before_anything_starts(folder: Path, tmp_path: Pat
         assert command.processes() == []
 
 
-def test_gpus_that_are_not_there_are_missed_at_once(folder: Path) -> None:
+def test_gpus_that_are_not_there_are_missed_at_once(folder: Path, tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     command = Command(folder, *SMALLER, "run.device=cuda", "run.dir=elsewhere")
+    assert command.wait(20) == 1
+    assert "error: vllm: not installed" in command.text and "set run.device=cpu" in command.text
+    install(tmp_path, GPU)
+    command = Command(folder, *SMALLER, "run.device=cuda", "run.dir=elsewhere", installed=tmp_path)
     assert command.wait(60) == 1
     assert "this machine has 0 GPUs" in command.text and "run.device=cpu" in command.text
     assert "Traceback" not in command.text
