@@ -79,6 +79,7 @@ def _findings(config: Config) -> Iterator[str]:
     yield from _lengths(config, specs)
     yield from _reward(config)
     yield from _reward_time(config)
+    yield from _memory_saving(config, specs)
     yield from _sampling(config)
     yield from _ppo(config)
 
@@ -217,7 +218,7 @@ def _pools(config: Config) -> Iterator[str]:
     for name, pool in {**named, "rollout": rollout}.items():
         if pool not in config.pools:
             yield f"roles.{name}.pool: {pool!r} is not a pool: pools are {', '.join(config.pools) or 'none'}"
-    sharing = [name for name, pool in named.items() if pool == rollout]
+    sharing = [name for name, role in config.roles.megatron.items() if role.pool == rollout and role.offload == "none"]
     if sharing and config.run.device == "cuda" and config.roles.rollout.memory_fraction > 0.8:
         yield _Warning(
             f"roles.rollout.memory_fraction: {config.roles.rollout.memory_fraction} leaves little of the devices to "
@@ -259,6 +260,28 @@ def _layouts(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[str]:
             )
     if pool:
         yield from _under("roles.rollout", legality.rollout_pool_problems(rollout.tp, pool.devices_per_node), ".")
+
+
+def _memory_saving(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[str]:
+    """What a role trades for memory: 8-bit products, recomputed activations, memory that leaves between turns."""
+    rollout = config.roles.rollout.pool
+    for name, role in config.roles.megatron.items():
+        if role.fp8 != "none":
+            if config.run.device == "cpu" or config.run.dtype != "bfloat16":
+                wanted = f"run.device {config.run.device} and run.dtype {config.run.dtype}"
+                yield f"roles.{name}.fp8: {role.fp8} needs CUDA and bfloat16, not {wanted}: set none, or these"
+            if spec := specs.get(config.model_folder(name)):
+                yield from _under(f"roles.{name}", legality.fp8_problems(spec, role.tp), ".")
+        if role.recompute != "none" and name == "reference":
+            yield _Warning(
+                f"roles.reference.recompute: {role.recompute} has no effect, as it never trains: leave it out"
+            )
+        others = [other for other, its in config.roles.megatron.items() if its.pool == role.pool and other != name]
+        if role.offload != "none" and not others and role.pool != rollout:
+            yield _Warning(
+                f"roles.{name}.offload: {role.offload} costs time and makes room for nobody, as no other role uses the "
+                f"pool {role.pool}: set none"
+            )
 
 
 def _lengths(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[str]:

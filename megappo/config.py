@@ -16,6 +16,9 @@ from megappo.reward_reference import absolute_reference
 from megappo.strict_yaml import Reader, dump, expected, fields_of, key, parse, to_plain
 
 KLEstimator = Literal["k1", "k2", "k3"]
+Recompute = Literal["none", "selective", "full"]
+Fp8 = Literal["none", "tensorwise", "blockwise"]
+Offload = Literal["none", "optimizer", "all"]
 
 
 class ConfigError(ValueError):
@@ -85,6 +88,14 @@ class MegatronRoleConfig:
     pp: int = key("pipeline parallel size", 1, at_least=1)
     sequence_parallel: bool = key("split activations along the sequence between tensor parallel ranks", False)
     micro_batch_tokens: int = key("token budget of one micro-batch", 16384, at_least=1)
+    recompute: Recompute = key(
+        "activations computed again in the backward pass: none, the MLP's, or all of each layer", "none"
+    )
+    fp8: Fp8 = key("matrix products of the layers in 8 bits: one scale a tensor, or one a block", "none")
+    offload: Offload = key(
+        "what waits in host memory while other roles use the devices: gradients and optimizer state, or weights too",
+        "none",
+    )
     model: str | None = key("a model folder of its own", None)
 
 

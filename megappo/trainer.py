@@ -202,8 +202,8 @@ class Trainer:
         later has both.
         """
         began = time.time()
-        with self.run.checkpoints.writing(self.step) as folder:
-            cluster = self.cluster
+        cluster = self.cluster
+        with cluster.everything_loaded(self.step), self.run.checkpoints.writing(self.step) as folder:
             cluster.gather(cluster.actor.save(str(folder / "actor")), cluster.critic.save(str(folder / "critic")))
             self.run.checkpoints.write_state(folder, {"step": self.step, "kl_coef": self.controller.coef})
             self.run.log(self.step, {**metrics, "timing_s/save_checkpoint": time.time() - began})

@@ -52,6 +52,15 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
         ("roles.critic.sequence_parallel=true",),
         "roles.critic.sequence_parallel: true needs tp > 1: set it to false, or raise tp",
     ),
+    "eight bits on CPU": (
+        ("roles.critic.fp8=tensorwise",),
+        "roles.critic.fp8: tensorwise needs CUDA and bfloat16, not run.device cpu and run.dtype bfloat16: set none, or "
+        "these",
+    ),
+    "eight bits in odd sizes": (
+        ("roles.actor.fp8=blockwise", "run.device=cuda"),
+        "roles.actor.fp8: the model at tp 2 has 24 MLP columns a rank, which 16 must divide: set none, or lower tp",
+    ),
     "engine over a node": (
         ("roles.rollout.tp=4", "pools.serve={nodes: 2, devices_per_node: 2}"),
         "roles.rollout.tp: an engine of 4 devices does not fit in a node of 2: legal are 1, 2",
@@ -215,6 +224,14 @@ WARNINGS: dict[str, tuple[tuple[str, ...], str]] = {
         ),
         "roles.rollout.memory_fraction: 0.9 leaves little of the devices to actor, whose pool the engines share: "
         "around 0.5 is usual",
+    ),
+    "recomputing without training": (
+        ("roles.reference.recompute=full",),
+        "roles.reference.recompute: full has no effect, as it never trains: leave it out",
+    ),
+    "making room for nobody": (
+        ("roles.actor.offload=all",),
+        "roles.actor.offload: all costs time and makes room for nobody, as no other role uses the pool train: set none",
     ),
     "nothing to validate": (
         ("data.validation=[]", "run.validate_every=5"),

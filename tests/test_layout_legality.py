@@ -12,6 +12,8 @@ from megappo.layout import legality
 @dataclass(frozen=True)
 class Sizes:
     num_layers: int = 4
+    hidden_size: int = 32
+    head_dim: int = 4
     num_heads: int = 8
     num_kv_heads: int = 4
     ffn_hidden_size: int = 256
@@ -19,6 +21,15 @@ class Sizes:
 
 SMOLLM2 = Sizes(num_layers=30, num_heads=9, num_kv_heads=3, ffn_hidden_size=1536)
 QWEN_05B = Sizes(num_layers=24, num_heads=14, num_kv_heads=2, ffn_hidden_size=4864)
+
+
+def test_sizes_for_eight_bits() -> None:
+    assert list(legality.fp8_problems(Sizes(), 2)) == []  # 32, 16, 32 and 128
+    (line,) = legality.fp8_problems(Sizes(hidden_size=40), 4)
+    assert line == (
+        "fp8: the model at tp 4 has 40 hidden size and 8 query columns a rank, which 16 must divide: set none, or lower "
+        "tp"
+    )
 
 
 def test_legal_sizes() -> None:

@@ -61,8 +61,8 @@ def take_steps(role: Any, critic: bool, ppo: PPOConfig) -> tuple[Any, list[Any]]
         steps.append(MiniBatch(ids[np.array(rows)[share]], Totals(len(rows), int(lengths[rows].sum()))))
     objective = CriticObjective(ppo) if critic else ActorObjective(ppo, 0.8)
     stats = role.update(ROWS, steps, objective, 1e-3)
-    held = [(b.name, b.offset, role.params[b.param][block(b.local_offset, b.size)].numpy()) for b in role.boxes()]
-    return stats, held
+    blocks = [(box, role.params[box.param][block(box.local_offset, box.size)]) for box in role.boxes()]
+    return stats, [(box.name, box.offset, np.array(values.tolist(), np.float32)) for box, values in blocks]
 
 
 def gathered(results: list[tuple[Any, list[Any]]]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
@@ -110,6 +110,21 @@ def assert_same(a: tuple[dict[str, float], dict[str, np.ndarray]], b: tuple[Any,
 def test_update_equals_one_rank(folders: dict[bool, str], role: str, layout: Layout) -> None:
     folder, critic = folders[role == "actor-tied"], role == "critic"
     assert_same(gathered(run_ranks(layout.world, update, folder, layout, critic, PPO, 64)), one_rank(folder, critic))
+
+
+def recomputing(folder: str, layout: Layout, recompute: str) -> tuple[Any, list[Any]]:
+    from megappo.workers.megatron_role import MegatronRole
+    from megappo.workers.settings import RoleSettings
+
+    settings = RoleSettings(folder, layout, "float32", 64, False, PPO.optimizer, recompute=recompute)
+    return take_steps(MegatronRole(settings), False, PPO)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2, sequence_parallel=True)], ids=Layout.describe)
+def test_recomputed_activations_change_nothing(folders: dict[bool, str], layout: Layout, recompute: str) -> None:
+    found = gathered(run_ranks(layout.world, recomputing, folders[False], layout, recompute))
+    assert_same(found, one_rank(folders[False], False))
 
 
 def two_roles(folder: str) -> list[tuple[Any, list[Any]]]:

@@ -108,14 +108,17 @@ CASES = {
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     tp, changes, layouts = request.param
     folder = tmp_path_factory.mktemp("sync")
-    a, b = (str(make_model(folder / name, hidden_size=128, seed=seed, **changes)) for seed, name in enumerate("ab"))
+    a, b = (
+        str(make_model(folder / name, hidden_size=128, max_position_embeddings=512, seed=seed, **changes))
+        for seed, name in enumerate("ab")
+    )
 
     def engine(model: str) -> Engine:
         settings = EngineSettings(
             folder=model,
             tp=tp,
             dtype="float32",
-            max_tokens=24,
+            max_tokens=400,
             max_sequences=32,
             memory_fraction=0.5,
             kv_cache_gib=0.1,
@@ -210,6 +213,21 @@ def test_half_a_sync_is_noticed_and_a_whole_one_heals(case: Case) -> None:
         return  # vLLM's executor keeps unread answers of the other workers: such an engine has to be started anew
     case.sync(case.b, layout, 10)
     assert same(generate(case.engine, 10), generate(case.cold))
+
+
+def test_keys_and_values_of_older_weights_are_never_found(case: Case) -> None:
+    if case.tp > 1:
+        pytest.skip("the engine did not survive the test before")
+    lengths = [300, 310]  # more than one block of the key/value cache
+    prompts = np.random.default_rng(1).integers(2, 50, sum(lengths)).astype(np.int32)
+    long = pa.table({"id": pa.array([0, 1], pa.int64()), "prompt_ids": batch.ragged(prompts, lengths)})
+    case.sync(case.a, case.layouts[0], 11)
+    old = case.engine.call("generate", long, SAMPLING, 5, 11)
+    case.sync(case.b, case.layouts[0], 12)
+    new, cold = case.engine.call("generate", long, SAMPLING, 5, 12), case.cold.call("generate", long, SAMPLING, 5, 0)
+    gap = np.abs(batch.flat(new, "rollout_logprobs") - batch.flat(cold, "rollout_logprobs")).max()
+    assert new.column("response_ids") == cold.column("response_ids") and gap < 1e-4
+    assert old.column("response_ids") != cold.column("response_ids")
 
 
 def test_senders_that_never_come_are_waited_for_no_longer_than_the_limit(case: Case) -> None:

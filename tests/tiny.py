@@ -21,8 +21,8 @@ LLAMA3_ROPE = {
 }
 
 
-def make_model(folder: Path, family: str = "qwen2", *, seed: int = 0, **changes: Any) -> Path:
-    """Save a random model with 4 heads, 2 key/value heads and 4 layers; return its folder."""
+def make_model(folder: Path, family: str = "qwen2", *, seed: int = 0, scale: float = 0.1, **changes: Any) -> Path:
+    """Save a random model with 4 heads, 2 key/value heads and 4 layers, weights about ``scale``; return its folder."""
     import transformers
 
     config_class = getattr(transformers, {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[family] + "Config")
@@ -47,7 +47,7 @@ def make_model(folder: Path, family: str = "qwen2", *, seed: int = 0, **changes:
     model = model_class(config_class(**{**settings, **changes}))
     with torch.no_grad():
         for name, param in model.named_parameters():
-            param.normal_(0, 0.1)  # biases too; large enough that logits differ well
+            param.normal_(0, scale)  # biases too; large enough that logits differ well
             if "norm" in name:
                 param.add_(1.0)
     model.to(torch.float32).save_pretrained(folder)

@@ -25,7 +25,8 @@ def timed(method: Callable[..., Any]) -> Callable[..., Timed]:
     def run(*args: Any, **kwargs: Any) -> Timed:
         began = time.time()
         try:
-            return Timed(method(*args, **kwargs), began, time.time())
+            value = method(*args, **kwargs)
+            return Timed(value, began, time.time(), device_memory_gib=_device_memory_gib())
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # torch's checkpoint errors are no Exceptions
@@ -34,6 +35,15 @@ def timed(method: Callable[..., Any]) -> Callable[..., Timed]:
             return Timed(None, began, time.time(), failure=text)
 
     return run
+
+
+def _device_memory_gib() -> float | None:
+    """What all processes together have taken of this process's first device; None where it computes on none."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
 
 
 class LoggedProcess:
@@ -88,11 +98,14 @@ class MegatronProcess(LoggedProcess):
         from megappo.workers.megatron_role import MegatronRole
 
         self.roles[role] = MegatronRole(settings)
+        self._rest(role)
+        self._settle()
 
     @timed
     def score(self, role: str, method: str, rows: Selection, options: Mapping[str, Any]) -> TableRef | None:
         """Run one of the role's per-token methods on this rank's rows."""
         table = getattr(self.roles[role], method)(rows.read(), **options)
+        self._rest(role)
         return None if table is None else put_table(table)
 
     @timed
@@ -100,17 +113,45 @@ class MegatronProcess(LoggedProcess):
         self, role: str, rows: Selection, mini_batches: Sequence[Any], objective: Any, learning_rate: float
     ) -> dict[str, float] | None:
         """Train the role on this rank's part of each mini-batch."""
-        return self.roles[role].update(rows.read(), mini_batches, objective, learning_rate)
+        metrics = self.roles[role].update(rows.read(), mini_batches, objective, learning_rate)
+        self._rest(role, keep_weights=role in self.senders)
+        return metrics
 
     @timed
     def save(self, role: str, folder: str) -> None:
         """Write the role's part of a checkpoint."""
         self.roles[role].save(folder)
+        self._rest(role)
 
     @timed
     def load(self, role: str, folder: str) -> None:
         """Read the role's part of a checkpoint."""
         self.roles[role].load(folder)
+        self._rest(role, keep_weights=role in self.senders)
+
+    @timed
+    def rest(self, role: str) -> None:
+        """Move to the host what the role leaves there, weights included, and wait until the devices have room again."""
+        self._rest(role)
+        self._settle()
+
+    @timed
+    def settle(self) -> None:
+        """Wait until what roles moved to the host is there, and leave its room to other processes."""
+        self._settle()
+
+    def _rest(self, role: str, *, keep_weights: bool = False) -> None:
+        self.roles[role].residence.rest(keep_weights=keep_weights)
+
+    def _settle(self) -> None:
+        import torch
+
+        from megappo.workers.offload import settle
+
+        settle()
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()  # memory that engines had mapped
+            torch.cuda.empty_cache()
 
     @timed
     def join_transfer(self, role: str, transfer: Any, host: str, port: int, timeout_s: float) -> str:

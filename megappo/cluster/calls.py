@@ -36,12 +36,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Timed:
-    """What every worker method returns: its value or the traceback of its failure, and when it ran (Unix seconds)."""
+    """What every worker method returns: its value or the traceback of its failure, and when it ran (Unix seconds).
+
+    ``device_memory_gib`` is what all processes together had taken of the worker's device when it ended.
+    """
 
     value: Any
     began: float
     ended: float
     failure: str | None = None
+    device_memory_gib: float | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Span:
     method: str
     began: float
     ended: float
+    device_memory_gib: float | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class Calls:
             if timed.failure is not None:
                 failures.append(_Failure(call, timed.failure.rstrip(), died=False))
                 continue
-            self.spans.append(Span(call.place, call.method, timed.began, timed.ended))
+            self.spans.append(Span(call.place, call.method, timed.began, timed.ended, timed.device_memory_gib))
             self._done[ref] = timed.value
         return failures
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -58,7 +59,7 @@ class Cluster:
         self.calls = Calls(config.run.timeout_s)
         self._owns_ray = False
         self._pools: Mapping[str, Pool] = {}
-        self._asleep = self._on_device = False
+        self._asleep = self._on_device = self._mapped = False
         try:
             self._start(data_sources, status)
         except BaseException:
@@ -90,22 +91,64 @@ class Cluster:
             self._ask_engines("sleep")
             self._asleep = True
 
+    @contextmanager
+    def everything_loaded(self, version: int) -> Iterator[None]:
+        """Room in here for roles to have their optimizer's state on devices that they share with engines.
+
+        Args:
+            version: of the actor's weights, which the engines get again afterwards.
+        """
+        if not self._offloading_beside_engines:
+            yield
+            return
+        self.rest_engines()
+        yield
+        self.sync_weights(version)
+
     def sync_weights(self, version: int) -> int:
         """Give all engines the actor's current weights; returns the bytes received over all engines."""
         if self._asleep:
+            for group in self._offloading_beside_engines[:1]:  # all of them are in the same processes
+                self.gather(group.each("settle", lambda _: ()))
             self._ask_engines("wake", "weights")
         if self._on_device:
-            (received,) = self.gather(self.rollout.ask("receive_shared", lambda _: (version,), sum))
-            sent = self._planned_bytes
+            received, sent = self._copy_on_device(version), self._planned_bytes
         else:
             receiving = self.rollout.ask("receive_weights", lambda _: (version,), sum)
             received, sent = self.gather(receiving, self.actor.each("send_weights", lambda _: ("actor",), sum))
         if received != sent:
             raise WeightMismatch(f"weight sync {version}: {sent} bytes were sent, {received} received")
+        if self._actor_weights_leave:
+            self.gather(self.actor.each("rest", lambda _: ("actor",)))
         if self._asleep:
             self._ask_engines("wake", "kv_cache")
             self._asleep = False
         return received
+
+    def _copy_on_device(self, version: int) -> int:
+        if not self._mapped:
+            (shared,) = self.gather(self.actor.each("share_weights", lambda _: ("actor",)))
+            self._ask_engines("open_shared", {rank: params for rank, params in enumerate(shared) if params})
+            self._mapped = True
+        (received,) = self.gather(self.rollout.ask("receive_shared", lambda _: (version,), sum))
+        if self._actor_weights_leave:  # and come back to other places
+            self._ask_engines("close_shared")
+            self._mapped = False
+        return received
+
+    @property
+    def _actor_weights_leave(self) -> bool:
+        return self.config.roles.actor.offload == "all"
+
+    @property
+    def _offloading_beside_engines(self) -> list[MegatronGroup]:
+        roles, pool = self.config.roles, self.config.roles.rollout.pool
+        groups = [group for group in (self.actor, self.critic, self.reference) if group is not None]
+        return [
+            group
+            for group in groups
+            if roles.megatron[group.role].offload != "none" and roles.megatron[group.role].pool == pool
+        ]
 
     def _ask_engines(self, method: str, *args: Any) -> list[Any]:
         (answers,) = self.gather(self.rollout.ask(method, lambda _: args))
@@ -237,6 +280,9 @@ class Cluster:
             scalar_head=group.role == "critic",
             optimizer=None if group.role == "reference" else self.config.ppo.optimizer,
             timeout_s=self.config.run.timeout_s,
+            recompute=role.recompute,
+            fp8=role.fp8,
+            offload=role.offload,
         )
 
     def _engine_settings(self) -> EngineSettings:
@@ -277,8 +323,6 @@ class Cluster:
             raise WeightMismatch("\n".join(differences))
         self._on_device = self.config.run.device == "cuda" and transfer.stays_on_device()
         if self._on_device:
-            (shared,) = self.gather(self.actor.each("share_weights", lambda _: ("actor",)))
-            self._ask_engines("open_shared", dict(enumerate(shared)))
             itemsize = 4 if self.config.run.dtype == "float32" else 2
             self._planned_bytes = itemsize * sum(copy.elements for copy in transfer.plan())
 

@@ -15,6 +15,10 @@ class ModelSizes(Protocol):
     @property
     def num_layers(self) -> int: ...
     @property
+    def hidden_size(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
     def num_heads(self) -> int: ...
     @property
     def num_kv_heads(self) -> int: ...
@@ -47,6 +51,23 @@ def megatron_model_problems(model: ModelSizes, tp: int, pp: int) -> Iterator[str
         yield f"tp: {tp} {' and '.join(reasons)}: legal are {_listed(megatron_tp(model))}"
     if pp > model.num_layers:
         yield f"pp: {pp} stages cannot share {model.num_layers} layers: legal are 1 to {model.num_layers}"
+
+
+FP8_MULTIPLE = 16
+"""Matrix products in 8 bits take sizes that this divides."""
+
+
+def fp8_problems(model: ModelSizes, tp: int) -> Iterator[str]:
+    """What keeps the layers' matrix products from running in 8 bits."""
+    sizes = {
+        "hidden size": model.hidden_size,
+        "query columns a rank": model.num_heads * model.head_dim // tp,
+        "query, key and value columns a rank": (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // tp,
+        "MLP columns a rank": model.ffn_hidden_size // tp,
+    }
+    odd = [f"{size} {what}" for what, size in sizes.items() if size % FP8_MULTIPLE]
+    if odd:
+        yield f"fp8: the model at tp {tp} has {' and '.join(odd)}, which {FP8_MULTIPLE} must divide: set none, or lower tp"
 
 
 def megatron_pool_problems(tp: int, pp: int, nodes: int, devices_per_node: int) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,8 +23,24 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
+RECOMPUTE: Mapping[str, dict[str, Any]] = {
+    "none": {},
+    # Attention is fused and keeps little; what a layer keeps is mostly the MLP's wide activations.
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+FP8: Mapping[str, dict[str, Any]] = {
+    "none": {},
+    # Scales come from the tensor at hand, not from earlier steps: scoring and training then compute the same.
+    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+}
+"""Megatron's settings for each choice of ``recompute`` and ``fp8``; weights stay in the model's dtype."""
 
-def transformer_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+
+def transformer_config(
+    spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, recompute: str = "none", fp8: str = "none"
+) -> TransformerConfig:
     """Megatron's configuration of this model at this layout."""
     on_cuda = torch.cuda.is_available()
     stages = [len(layers) for layers in stage_layers(spec.num_layers, layout.pp)]
@@ -66,10 +83,12 @@ def transformer_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> T
         apply_rope_fusion=on_cuda,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=on_cuda,
         cross_entropy_loss_fusion=False,
         batch_p2p_comm=True,
         deallocate_pipeline_outputs=True,
+        **RECOMPUTE[recompute],
+        **FP8[fp8],
     )
 
 
@@ -78,7 +97,14 @@ def _leave(weight: torch.Tensor) -> None:
 
 
 def build_model(
-    spec: ModelSpec, layout: Layout, groups: ProcessGroupCollection, dtype: torch.dtype, *, scalar_head: bool = False
+    spec: ModelSpec,
+    layout: Layout,
+    groups: ProcessGroupCollection,
+    dtype: torch.dtype,
+    *,
+    scalar_head: bool = False,
+    recompute: str = "none",
+    fp8: str = "none",
 ) -> PolicyModel:
     """Build this rank's part of the model, on its device; the weights are uninitialised.
 
@@ -88,8 +114,12 @@ def build_model(
         groups: the role's process groups.
         dtype: of parameters and activations.
         scalar_head: replace the language-model head by one number a token (critic, reward model).
+        recompute, fp8: see :data:`RECOMPUTE` and :data:`FP8`.
     """
-    config = transformer_config(spec, layout, dtype)
+    config = transformer_config(spec, layout, dtype, recompute=recompute, fp8=fp8)
+    # Transformer Engine's layers fuse gradient accumulation themselves. Megatron's own head layer would ask for Apex,
+    # though it is never called: LanguageHead takes its weight.
+    tensor_parallel.layers._grad_accum_fusion_available = True
     first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
     model = PolicyModel(
         config=config,

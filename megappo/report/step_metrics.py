@@ -148,6 +148,8 @@ PHASES: Mapping[tuple[str, str], str] = {
     ("rollout", "receive_weights"): "update_weights",
     ("rollout", "receive_shared"): "update_weights",
     ("rollout", "sleep"): "sleep",
+    ("actor", "rest"): "offload",
+    ("actor", "settle"): "offload",
     ("rollout", "wake"): "wake",
 }
 """(role, method) of a remote call: the phase whose time it is."""
@@ -156,17 +158,23 @@ PHASES: Mapping[tuple[str, str], str] = {
 def time_metrics(spans: Iterable[Any], step_s: float) -> Metrics:
     """Time of each phase (while any of its workers was busy with it), busy share of each pool, and the driver's share.
 
+    ``perf/device_memory_gb/<phase>`` is what was taken of the fullest device when a worker's turn ended.
+
     Args:
         spans: of :class:`megappo.cluster.calls.Span`.
         step_s: wall time of the step.
     """
     phases, pools, everything = defaultdict(list), defaultdict(list), []
+    taken: dict[str, float] = {}
     for span in spans:
         everything.append(span)
         pools[span.place.pool].append(span)
         if phase := PHASES.get((span.place.role, span.method)):
             phases[phase].append(span)
+            if span.device_memory_gib is not None:
+                taken[phase] = max(taken.get(phase, 0.0), span.device_memory_gib)
     out = {f"timing_s/{phase}": busy_seconds(found) for phase, found in phases.items()}
+    out.update({f"perf/device_memory_gb/{phase}": gib for phase, gib in taken.items()})
     out.update({f"perf/busy_share/{pool}": busy_seconds(found) / step_s for pool, found in pools.items()})
     out["perf/driver_share"] = max(1.0 - busy_seconds(everything) / step_s, 0.0)
     return out

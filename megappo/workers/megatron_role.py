@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.data import batch
+from megappo.layout.legality import FP8_MULTIPLE
 from megappo.models.build import build_model
 from megappo.models.language_head import LanguageHead
 from megappo.models.process_groups import device, make_process_groups
@@ -21,7 +22,14 @@ from megappo.reshard.boxes import Box, megatron_boxes
 from megappo.reshard.files import load_weights
 from megappo.workers.micro_batch import MicroBatch, make_micro_batches
 from megappo.workers.objectives import Objective
-from megappo.workers.optimizer import make_trainable, set_hyper_parameters, set_learning_rate
+from megappo.workers.offload import Residence
+from megappo.workers.optimizer import (
+    gradient_buffers,
+    make_trainable,
+    set_hyper_parameters,
+    set_learning_rate,
+    state_tensors,
+)
 from megappo.workers.settings import MiniBatch, RoleSettings, Totals
 
 from megatron.core import dist_checkpointing  # isort: skip (after megappo.models has prepared Megatron for this device)
@@ -41,7 +49,15 @@ class MegatronRole:
         self.spec = read_model_spec(settings.folder)
         self.dtype = getattr(torch, settings.dtype)
         self.groups = make_process_groups(settings.layout, settings.timeout_s)
-        self.model = build_model(self.spec, settings.layout, self.groups, self.dtype, scalar_head=settings.scalar_head)
+        self.model = build_model(
+            self.spec,
+            settings.layout,
+            self.groups,
+            self.dtype,
+            scalar_head=settings.scalar_head,
+            recompute=settings.recompute,
+            fp8=settings.fp8,
+        )
         self.params = {name: param.data for name, param in self.model.named_parameters()}
         load_weights(settings.folder, self.spec, self.boxes(), self.params, scalar_head=settings.scalar_head)
         self.trained: Any = self.model
@@ -51,6 +67,12 @@ class MegatronRole:
             self.params = {name: param.data for name, param in self.model.named_parameters()}  # moved into buffers
         else:
             self.model.requires_grad_(False)
+        self.residence = Residence(
+            settings.offload,
+            weights=lambda: self.params.values(),
+            gradients=lambda: gradient_buffers(self.trained),
+            optimizer=lambda: state_tensors(self.optimizer, self.params.values()),
+        )
 
     @property
     def is_last_stage(self) -> bool:
@@ -107,6 +129,7 @@ class MegatronRole:
     def _score(
         self, rows: pa.Table, evaluate: Callable[[torch.Tensor, MicroBatch], dict[str, torch.Tensor]]
     ) -> pa.Table | None:
+        self.residence.work(training=False)
         micros = self._micro_batches(rows, ())
         self.model.eval()
         with torch.no_grad():
@@ -148,6 +171,7 @@ class MegatronRole:
         Raises:
             FloatingPointError: the gradient is not finite; the weights cannot be used any more.
         """
+        self.residence.work(training=True)
         self.trained.train()
         set_learning_rate(self.optimizer, learning_rate)
         history = [self._step(batch.take_ids(rows, mini.ids), mini.totals, objective) for mini in mini_batches]
@@ -179,6 +203,7 @@ class MegatronRole:
             micros, lambda output, micro: objective(output, micro, totals, self), forward_only=False
         )
         stats = self._sum_over_data_parallel(results) if self.is_last_stage else {}
+        self.residence.before_step()
         stepped, grad_norm, _ = self.optimizer.step()
         if not stepped or not np.isfinite(float(grad_norm)):
             raise FloatingPointError(
@@ -196,10 +221,11 @@ class MegatronRole:
 
     def _micro_batches(self, rows: pa.Table, columns: Sequence[str]) -> list[MicroBatch]:
         config = self.model.config
+        split = config.tensor_model_parallel_size if config.sequence_parallel else 1
         return make_micro_batches(
             rows,
             token_budget=self.settings.micro_batch_tokens,
-            multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,
+            multiple=split * (FP8_MULTIPLE if config.fp8 else 1),
             columns=columns,
             device=device(),
         )
@@ -244,6 +270,7 @@ class MegatronRole:
 
     def save(self, folder: str | Path) -> None:
         """Write weights and optimizer state into a folder, made if need be; any layout can load them."""
+        self._bring_all()
         Path(folder).mkdir(parents=True, exist_ok=True)
         metadata = self._checkpoint_metadata()
         dist_checkpointing.save(
@@ -255,12 +282,17 @@ class MegatronRole:
 
     def load(self, folder: str | Path) -> None:
         """Read what :meth:`save` wrote, at this or any other layout."""
+        self._bring_all()
         state = dist_checkpointing.load(self._sharded_state(self._checkpoint_metadata(), is_loading=True), str(folder))
         self.model.load_state_dict(state["model"])
         if self.settings.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])
             # The checkpoint's hyper-parameters came along; those of the configuration count.
             set_hyper_parameters(self.optimizer, self.settings.optimizer)
+
+    def _bring_all(self) -> None:
+        self.residence.work(training=self.optimizer is not None)
+        self.residence.before_step()
 
     def _checkpoint_metadata(self) -> dict[str, Any]:
         return {

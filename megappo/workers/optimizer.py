@@ -6,6 +6,7 @@ Without Transformer Engine or Apex, Megatron-core 0.16.1 falls back to torch's A
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -80,6 +81,24 @@ def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
     """Use this learning rate from the next step on."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_mult"]
+
+
+def gradient_buffers(wrapped: Any) -> Iterator[torch.Tensor]:
+    """What gradients are summed in; nothing for a model that is not wrapped for training."""
+    for buffer in wrapped.buffers if isinstance(wrapped, DistributedDataParallel) else ():
+        yield buffer.grad_data
+
+
+def state_tensors(optimizer: Any, weights: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Main weights and moments on the model's device, but not main weights that are the weights themselves."""
+    shared = {weight.untyped_storage().data_ptr() for weight in weights}
+    for part in _parts(optimizer) if optimizer is not None else ():
+        mains = [param.data for group in part.optimizer.param_groups for param in group["params"]]
+        moments = [value for state in part.optimizer.state.values() for value in state.values()]
+        for tensor in (*mains, *moments):
+            on_device = torch.is_tensor(tensor) and tensor.is_cuda == torch.cuda.is_available()
+            if on_device and tensor.untyped_storage().data_ptr() not in shared:
+                yield tensor
 
 
 def _finalize(models: list[Any], num_tokens: Any = None, *, groups: ProcessGroupCollection, **_: Any) -> None:

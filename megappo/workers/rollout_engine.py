@@ -38,6 +38,7 @@ class RolloutEngine:
         self.settings = settings
         self.stop_ids = end_of_text_ids(settings.folder)
         self.weight_version: int | None = 0
+        self._updates = 0
         device_options: dict[str, Any] = (
             {"gpu_memory_utilization": settings.memory_fraction, "enable_sleep_mode": settings.sleep != "off"}
             if settings.on_cuda
@@ -81,7 +82,11 @@ class RolloutEngine:
             raise StaleWeightsError("the last weight sync did not complete: the engine holds half-updated weights")
         if self.weight_version != version:
             raise StaleWeightsError(f"the engine holds weights of version {self.weight_version}, not {version}")
-        prompts = [{"prompt_token_ids": ids.tolist()} for ids in batch.split_rows(requests, "prompt_ids")]
+        # vLLM finds cached keys and values by prompt and salt: those of older weights are never found.
+        salt = f"weights {self._updates}"
+        prompts = [
+            {"prompt_token_ids": ids.tolist(), "cache_salt": salt} for ids in batch.split_rows(requests, "prompt_ids")
+        ]
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -127,15 +132,18 @@ class RolloutEngine:
         """Map the parameters of actor ranks that share this engine's devices."""
         self.engine.collective_rpc("megappo_open", args=(shared,))
 
+    def close_shared(self) -> None:
+        """Let go of what :meth:`open_shared` mapped, so that its owner can move it."""
+        self.engine.collective_rpc("megappo_close")
+
     def receive_shared(self, version: int) -> int:
         """Copy the actor's weights on the devices that both share; returns the bytes received by all workers."""
         return self._receive("megappo_receive_shared", version)
 
     def _receive(self, method: str, version: int) -> int:
         self.weight_version = None
+        self._updates += 1
         received = sum(self.engine.collective_rpc(method))
-        if self.engine.reset_prefix_cache() is False:
-            raise StaleWeightsError("vLLM did not drop the keys and values of the old weights")
         self.weight_version = version
         return received
 

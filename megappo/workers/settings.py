@@ -22,6 +22,8 @@ class RoleSettings:
         scalar_head: values or scores instead of logits.
         optimizer: given if the role trains.
         timeout_s: limit on any one collective, in seconds.
+        recompute, fp8: as configured for the role.
+        offload: what leaves the device when the role rests: "none", "optimizer" or "all".
     """
 
     folder: str
@@ -31,6 +33,9 @@ class RoleSettings:
     scalar_head: bool = False
     optimizer: OptimizerConfig | None = None
     timeout_s: float = 1800.0
+    recompute: str = "none"
+    fp8: str = "none"
+    offload: str = "none"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import vllm.model_executor.layers.utils as vllm_layer_utils
 
@@ -61,14 +62,20 @@ class WeightReceiver:
         sources = {rank: open_params(shared[rank]) for rank in {copy.source for copy in mine}}
         self._shared = SharedReceiver(mine, sources, self._params)
 
+    def megappo_close(self) -> None:
+        """Unmap them."""
+        self._shared = None
+        torch.cuda.ipc_collect()
+
     def megappo_receive_shared(self) -> int:
         """Copy new weights out of the mapped parameters; returns the bytes received."""
         assert self._shared is not None, "megappo_open comes first"
         return self._shared.receive()
 
     def megappo_seed(self, seed: int) -> None:
-        """Seed the sampler."""
+        """Seed the sampler: on CPU it draws from torch, on CUDA it draws a seed for each request from numpy."""
         torch.manual_seed(seed)
+        np.random.seed(seed)
 
     def megappo_probe(self, transfer: TransferSpec) -> list[str]:
         """Compare our table with where vLLM's loader really puts each element; returns the differences."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 
 from megappo.reshard.actor_to_rollout import TransferSpec
@@ -25,8 +26,13 @@ class WeightSender:
 
     def send(self) -> int:
         """Send; returns this rank's bytes."""
+        self.role.residence.work(training=False)
         return send_weights(self.transport, self.messages, self.role.params)
 
-    def share(self) -> SharedParams:
-        """The weights for receivers on this rank's device to map; valid as long as the role stays on the device."""
+    def share(self) -> SharedParams | None:
+        """The weights for receivers on this rank's device to map, until they leave it; None if nobody needs them."""
+        if not any(message.source == self.transport.rank for message in self.messages):
+            return None
+        self.role.residence.work(training=False)
+        torch.cuda.current_stream().synchronize()  # others see them as they are now
         return share_params(self.role.params)

@@ -1,0 +1,167 @@
+"""A Megatron role on CUDA (Transformer Engine, bfloat16) held against float32, and against itself with memory saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from tiny import make_model, random_rows
+
+from megappo.config import OptimizerConfig, PPOConfig
+from megappo.data import batch
+from megappo.layout.mesh import Layout
+
+pytestmark = pytest.mark.gpu
+
+ROWS = random_rows(40, longest=40)
+PPO = PPOConfig(mini_batch=40, actor_lr=1e-3, critic_lr=1e-3, optimizer=OptimizerConfig())
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "scale": 0.05}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    from megappo.models.process_groups import init_world, seed_dropout
+    from megappo.reshard.gloo import host_store
+
+    store = host_store("127.0.0.1", 60)
+    init_world(0, 1, "127.0.0.1", store.port, 120)
+    seed_dropout(1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("qwen2"), "qwen2", **SIZES)
+
+
+def make_role(folder: Path, dtype: str = "bfloat16", *, train: bool = True, tokens: int = 600, **settings: Any) -> Any:
+    from megappo.workers.megatron_role import MegatronRole
+    from megappo.workers.settings import RoleSettings
+
+    return MegatronRole(
+        RoleSettings(str(folder), Layout(), dtype, tokens, optimizer=PPO.optimizer if train else None, **settings)
+    )
+
+
+def update(role: Any, rows: pa.Table = ROWS) -> dict[str, float]:
+    from megappo.workers.objectives import ActorObjective
+    from megappo.workers.settings import MiniBatch, Totals
+
+    totals = Totals(rows.num_rows, int(batch.lengths(rows, "response_ids").sum()))
+    return role.update(rows, [MiniBatch(batch.column(rows, "id"), totals)], ActorObjective(PPO, 1.0), 1e-3)
+
+
+def logprobs(role: Any) -> np.ndarray:
+    table = role.logprobs(ROWS, column="found", temperature=1.0)
+    return batch.flat(batch.take_ids(table, batch.column(ROWS, "id")), "found")
+
+
+def transformers_logprobs(folder: Path) -> np.ndarray:
+    """In float32 on the CPU, row by row."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    out = []
+    for prompt, response in zip(
+        batch.split_rows(ROWS, "prompt_ids"), batch.split_rows(ROWS, "response_ids"), strict=True
+    ):
+        ids = torch.tensor(np.concatenate([prompt, response])).long()
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        out.append(logits.gather(1, ids[len(prompt) :, None])[:, 0].numpy())
+    return np.concatenate(out)
+
+
+@pytest.mark.parametrize(
+    ("family", "more"), [("qwen2", {}), ("qwen3", {"head_dim": 64}), ("llama", {"tie_word_embeddings": True})]
+)
+def test_logprobs_of_bfloat16_layers_are_those_of_float32(tmp_path: Path, family: str, more: dict[str, Any]) -> None:
+    folder = make_model(tmp_path, family, **SIZES, **more)
+    gap = np.abs(logprobs(make_role(folder, train=False)) - transformers_logprobs(folder))
+    print(f"{family}: mean {gap.mean():.1e}, max {gap.max():.1e} nats")
+    assert gap.mean() < 5e-3 and gap.max() < 5e-2
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputed_activations_change_nothing(folder: Path, recompute: str) -> None:
+    plain, saving = make_role(folder), make_role(folder, recompute=recompute)
+    for _ in range(3):
+        wanted, found = update(plain), update(saving)
+        for name in ("actor/pg_loss", "actor/grad_norm"):
+            assert found[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-6)
+
+
+def test_recomputing_saves_memory(folder: Path) -> None:
+    many = random_rows(2000, longest=40)
+    peaks = {}
+    for recompute in ("none", "selective", "full"):
+        role = make_role(folder, recompute=recompute, tokens=100_000)
+        update(role, many)
+        peaks[recompute] = update(role, many)["perf/max_memory_allocated_gb/actor"]
+    print(f"peak GiB: {peaks}")
+    assert peaks["full"] < 0.8 * peaks["selective"] < 0.64 * peaks["none"]
+
+
+@pytest.mark.parametrize("fp8", ["tensorwise", "blockwise"])
+def test_eight_bits_stay_near_sixteen(folder: Path, fp8: str) -> None:
+    plain, rough = make_role(folder), make_role(folder, fp8=fp8)
+    gap = np.abs(logprobs(plain) - logprobs(rough))
+    print(f"fp8 {fp8}: mean {gap.mean():.1e}, max {gap.max():.1e} nats")
+    assert 0 < gap.mean() < 0.05
+    for _ in range(2):
+        wanted, found = update(plain), update(rough)
+        assert found["actor/grad_norm"] == pytest.approx(wanted["actor/grad_norm"], rel=0.1)
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "all"])
+def test_offload_changes_nothing_and_empties_the_device(folder: Path, offload: str) -> None:
+    from megappo.workers.offload import settle
+
+    staying, moving = make_role(folder), make_role(folder, offload=offload)
+    held = sum(param.nbytes for param in moving.params.values())
+    settle()
+    floor = torch.cuda.memory_allocated()
+    for _ in range(3):
+        np.testing.assert_array_equal(logprobs(staying), logprobs(moving))
+        wanted, found = update(staying), update(moving)
+        assert {name: value for name, value in found.items() if "memory" not in name} == {
+            name: value for name, value in wanted.items() if "memory" not in name
+        }
+        before = torch.cuda.memory_allocated()
+        moving.residence.rest()
+        settle()
+        freed = before - torch.cuda.memory_allocated()
+        # Gradients, main weights and two moments, four bytes each for every two of a weight.
+        assert freed >= (8 if offload == "optimizer" else 9) * held * 0.95
+    assert torch.cuda.memory_allocated() <= floor + 9 * held  # the moments of the role that stays
+
+
+def test_fifty_turns_do_not_grow(folder: Path) -> None:
+    from megappo.workers.offload import settle
+
+    role, taken = make_role(folder, offload="all"), []
+    for _ in range(50):
+        logprobs(role)
+        role.residence.rest()
+        update(role)
+        role.residence.rest()
+        settle()
+        taken.append(torch.cuda.memory_allocated())
+    assert len(set(taken[2:])) == 1, taken
+
+
+def test_a_checkpoint_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
+    role = make_role(folder, offload="all")
+    update(role)
+    role.residence.rest()
+    role.save(tmp_path / "checkpoint")
+    other = make_role(folder)
+    other.load(tmp_path / "checkpoint")
+    assert update(other)["actor/grad_norm"] == pytest.approx(update(role)["actor/grad_norm"], rel=1e-5)
+    np.testing.assert_allclose(logprobs(other), logprobs(role), atol=1e-5)
