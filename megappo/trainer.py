@@ -32,7 +32,8 @@ def train(config: Config) -> None:
     """Train as configured, from the beginning or from the run's last complete checkpoint.
 
     Raises:
-        DataError, RewardError, ModelError, PoolError, WorkerFailed, WeightMismatch: with words for the user.
+        DataError, RewardError, ModelError, PoolError, StackError, DeviceTooSmall, WorkerFailed, WeightMismatch: with
+            words for the user.
     """
     with Run(config) as run:
         if not run.is_finished:

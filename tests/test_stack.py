@@ -7,7 +7,9 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,9 @@ from installed import GPU, install
 
 from megappo import stack
 from megappo.cli import main
+from megappo.cluster.calls import Place
+from megappo.cluster.cluster import Cluster
+from megappo.cluster.groups import Member
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -162,3 +167,51 @@ def test_the_readme_names_what_is_wanted() -> None:
     for package in stack.all_wanted("cuda"):
         if package.name in names:
             assert f"{names[package.name]} {'.'.join(map(str, package.at_least))}" in sentence[0]
+
+
+# --- on the nodes ----------------------------------------------------------------------------------------------------
+
+
+class Answering:
+    """An actor whose method answers at once."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    @property
+    def stack_problems(self) -> Answering:
+        return self
+
+    def remote(self, wanted: Sequence[stack.Wanted]) -> list[str]:
+        return self.answer(wanted)
+
+
+class Direct:
+    """Calls that are answered when they are made."""
+
+    def start(self, place: Any, method: str, answer: Any) -> Any:
+        return answer
+
+    def gather(self, *pending: Any) -> list[Any]:
+        return [each.combine(list(each.calls)) for each in pending]
+
+
+def test_what_a_node_lacks_is_said_once_and_with_the_node(environment: Path) -> None:
+    install(environment, {**GPU, "transformer-engine": "2.9.0", "vllm": "0.27.1"})
+    cluster = Cluster.__new__(Cluster)
+    cluster.calls = Direct()  # type: ignore[assignment]
+    cluster.config = SimpleNamespace(run=SimpleNamespace(device="cuda"))  # type: ignore[assignment]
+
+    def members(pool: str, *nodes: str) -> tuple[Member, ...]:
+        return tuple(
+            Member(Answering(stack.problems if node == "bad" else lambda _: []), Place(pool, at, pool, node, "log"))
+            for at, node in enumerate(nodes)
+        )
+
+    cluster._check_stacks({"train": members("train", "good"), "reward": members("reward", "bad")})
+    with pytest.raises(stack.StackError) as failure:
+        cluster._check_stacks({"train": members("train", "good", "bad", "bad"), "rollout": members("rollout", "bad")})
+    assert [line.split(",")[0] for line in failure.value.problems] == [
+        "node bad: transformer-engine: 2.9.0 is too old",
+        "node bad: vllm: 0.27.1 is too new",
+    ]

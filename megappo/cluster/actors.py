@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -16,6 +18,8 @@ import ray
 
 from megappo.cluster.calls import Timed
 from megappo.cluster.dataflow import Selection, TableRef, put_table
+from megappo.fit import Device
+from megappo.stack import Wanted, problems
 
 
 def timed(method: Callable[..., Any]) -> Callable[..., Timed]:
@@ -61,6 +65,11 @@ class LoggedProcess:
         """(IP address of this node, the device indices that this process was given)."""
         return ray.util.get_node_ip_address(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
+    @timed
+    def stack_problems(self, wanted: Sequence[Wanted]) -> list[str]:
+        """What this process's environment lacks of packages that it is about to import."""
+        return problems(wanted)
+
 
 class MegatronProcess(LoggedProcess):
     """One device of a pool, hosting every Megatron role of the pool."""
@@ -81,8 +90,8 @@ class MegatronProcess(LoggedProcess):
         return host, self.stores[-1].port
 
     @timed
-    def join(self, rank: int, world: int, host: str, port: int, timeout_s: float, seed: int) -> str:
-        """Join the pool's process group; returns the name of this device."""
+    def join(self, rank: int, world: int, host: str, port: int, timeout_s: float, seed: int) -> Device:
+        """Join the pool's process group; returns this device."""
         import torch
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -90,7 +99,10 @@ class MegatronProcess(LoggedProcess):
 
         init_world(rank, world, host, port, timeout_s)
         seed_dropout(seed)
-        return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        if not torch.cuda.is_available():
+            return Device("cpu")
+        free, total = torch.cuda.mem_get_info()
+        return Device(torch.cuda.get_device_name(), total, free)
 
     @timed
     def build(self, role: str, settings: Any) -> None:
@@ -172,12 +184,26 @@ class MegatronProcess(LoggedProcess):
         return self.senders[role].send()
 
 
+_DEVICES = """
+import json, torch
+for index in range(torch.cuda.device_count()):
+    free, total = torch.cuda.mem_get_info(index)
+    print(json.dumps([torch.cuda.get_device_name(index), total, free]))
+"""
+
+
 class RolloutProcess(LoggedProcess):
     """One vLLM engine."""
 
     def __init__(self, log_file: str) -> None:
         super().__init__(log_file)
         self.engine: Any = None
+
+    @timed
+    def devices(self) -> list[Device]:
+        """This engine's devices, asked for in a process that ends: vLLM wants to be the first to use them here."""
+        lines = subprocess.run([sys.executable, "-c", _DEVICES], stdout=subprocess.PIPE, text=True, check=True).stdout
+        return [Device(name, total, free) for name, total, free in map(json.loads, lines.splitlines())]
 
     @timed
     def build(self, settings: Any) -> None:

@@ -17,9 +17,11 @@ from megappo.cluster.calls import Calls, Pending, Place, one
 from megappo.cluster.groups import Group, MegatronGroup, Member, RewardGroup, RolloutGroup, layouts
 from megappo.cluster.pools import Pool, end_on_sigterm, reserve_pools, start_ray, worker_environment
 from megappo.config import Config, MegatronRoleConfig
+from megappo.fit import Device, check_fit
 from megappo.models.spec import read_model_spec
 from megappo.reshard.actor_to_rollout import TransferSpec
 from megappo.reshard.plan import plan_hash
+from megappo.stack import MEGATRON, ROLLOUT, StackError, Wanted
 from megappo.workers.settings import EngineSettings, RoleSettings
 
 
@@ -52,6 +54,8 @@ class Cluster:
 
         Raises:
             PoolError: the cluster lacks devices.
+            StackError: a node lacks a package, or has it in a version that does not work.
+            DeviceTooSmall: a pool's devices lack memory.
             WorkerFailed: a worker could not start.
             WeightMismatch: weights would go to wrong places.
         """
@@ -175,6 +179,11 @@ class Cluster:
             started["rollout"] = self._start_engines()
         status(f"starting {sum(map(len, started.values()))} processes")
         members = self._located(started)
+        joined = self._join_pools({name: members[name] for name in hosted})
+        self.device_name = next(iter(joined.values()))[0].name
+        if config.run.device == "cuda":
+            alone = {} if shared else {config.roles.rollout.pool: self._engine_devices(members["rollout"])}
+            check_fit(config, {**joined, **alone})
         if shared:
             members |= self._located({"rollout": self._start_engines_beside(members[config.roles.rollout.pool])})
         self.rollout = RolloutGroup(members.pop("rollout"), self.calls)
@@ -186,7 +195,6 @@ class Cluster:
             status("starting the engines")
             self.gather(engines)
             self.rest_engines()
-        self._join_pools(members)
         groups = {}
         for name, role in roles.items():
             placed = tuple(Member(m.actor, replace(m.place, role=name), m.device) for m in members[role.pool])
@@ -243,18 +251,45 @@ class Cluster:
         return [Member(remote.options(**options).remote(log), Place("reward", 0, "driver", "?", log))]
 
     def _located(self, started: dict[str, list[Member]]) -> dict[str, tuple[Member, ...]]:
-        """The same members, once they run, with their nodes and devices."""
+        """The same members, once they run, with their nodes and devices; each has the packages that it imports."""
         asked = [Group(tuple(members), self.calls).each("whereabouts", lambda _: ()) for members in started.values()]
-        return {
+        located = {
             name: tuple(
                 Member(member.actor, replace(member.place, node=node), device)
                 for member, (node, device) in zip(members, found, strict=True)
             )
             for (name, members), found in zip(started.items(), self.gather(*asked), strict=True)
         }
+        self._check_stacks(located)
+        return located
 
-    def _join_pools(self, members: dict[str, tuple[Member, ...]]) -> None:
-        """Every pool becomes one torch.distributed world; its first process is the meeting point."""
+    def _check_stacks(self, members: Mapping[str, tuple[Member, ...]]) -> None:
+        device = self.config.run.device
+        apart = {"rollout": ROLLOUT[device], "reward": ()}
+
+        def asking(group: tuple[Member, ...], wanted: tuple[Wanted, ...]) -> Pending[Any]:
+            return Group(group, self.calls).each("stack_problems", lambda _: (wanted,))
+
+        asked = [asking(group, apart.get(name, MEGATRON[device])) for name, group in members.items()]
+        found = {
+            f"node {member.place.node}: {problem}": None  # once a node
+            for group, answers in zip(members.values(), self.gather(*asked), strict=True)
+            for member, problems in zip(group, answers, strict=True)
+            for problem in problems
+        }
+        if found:
+            raise StackError(found)
+
+    def _engine_devices(self, engines: tuple[Member, ...]) -> list[Device]:
+        """Devices of a pool that engines have for themselves."""
+        (found,) = self.gather(Group(engines, self.calls).each("devices", lambda _: ()))
+        return [device for devices in found for device in devices]
+
+    def _join_pools(self, members: Mapping[str, tuple[Member, ...]]) -> dict[str, list[Device]]:
+        """Every pool becomes one torch.distributed world; its first process is the meeting point.
+
+        Returns the devices of each pool, by rank.
+        """
         run = self.config.run
         groups = [Group(pool, self.calls) for pool in members.values()]
         addresses = self.gather(*[self._host_store(group) for group in groups])
@@ -264,7 +299,7 @@ class Cluster:
             return group.each("join", lambda rank: (rank, world, host, port, run.timeout_s, run.seed))
 
         joined = self.gather(*[joining(group, *address) for group, address in zip(groups, addresses, strict=True)])
-        self.device_name = joined[0][0]
+        return dict(zip(members, joined, strict=True))
 
     def _host_store(self, group: Group) -> Pending[tuple[str, int]]:
         """Ask the first process of a group to open a meeting point."""
