@@ -96,9 +96,8 @@ def pool_turns(config: Config, pool: str, rank: int, total: int) -> Iterator[Tur
     has_engine = rollout.pool == pool
     awake = {"rollout": {"memory_fraction": int(rollout.memory_fraction * total)}} if has_engine else {}
     engine_rests = bool(roles) and rollout.sleep != "off"
-    common: dict[str, Mapping[str, int]] = {
-        "all processes": {"contexts": (bool(roles) + has_engine) * CONTEXT, "workspaces": WORKSPACE}
-    }
+    fixed = {"contexts": (bool(roles) + has_engine) * CONTEXT, "workspaces": WORKSPACE}
+    common: dict[str, Mapping[str, int]] = {"all processes": fixed}
     for name, own in memory.items():
         others = {**common, **resting, **({} if engine_rests else awake)}
         scoring = {"weights": own.weights, **resting[name], "scoring": own.scoring}
@@ -106,6 +105,10 @@ def pool_turns(config: Config, pool: str, rank: int, total: int) -> Iterator[Tur
         if own.gradients:
             update = {part: size for part, size in parts(own) if part != "scoring"}
             yield Turn(f"updating the {name}", {**others, name: update}, name)
+    # Only where roles offload is what torch's allocator keeps for the next step given back to the device.
+    keeps = memory and all(role.offload == "none" for role in roles.values())
+    cache = max(max(own.activations + own.backward, own.scoring) for own in memory.values()) if keeps else 0
+    common = {"all processes": {**fixed, "cache": cache} if cache else fixed}
     if has_engine:
         yield Turn("generating", {**common, **resting, **awake})
     if has_engine and engine_rests and "actor" in roles:

@@ -66,14 +66,17 @@ def test_the_turns_of_a_shared_pool(configure: Configure) -> None:
     in_mlp = 16384 * 2 * (2 * 896 + 2 * 4864) / GIB
     assert found["updating the actor"] == pytest.approx(resting + ACTIVATIONS + head, abs=0.03)
     assert found["updating the critic"] == pytest.approx(resting + ACTIVATIONS + in_mlp, abs=0.03)
-    assert found["generating"] == pytest.approx(resting + 40, abs=0.03)
-    assert found["giving the engine the actor's weights"] == pytest.approx(resting + WEIGHTS, abs=0.03)
+    # Torch keeps the memory of an update for the next one.
+    assert found["generating"] == pytest.approx(found["updating the actor"] + 40)
+    giving = found["giving the engine the actor's weights"]
+    assert giving == pytest.approx(found["updating the actor"] + WEIGHTS, abs=0.03)
 
 
 def test_what_rests_on_the_host_does_not_count(configure: Configure) -> None:
     offload = ("roles.actor.offload=all", "roles.critic.offload=optimizer", "roles.reference.offload=all")
     found = needs(list(pool_turns(configure(*offload), "all", 0, 80 * GIB)))
     everything = needs(list(pool_turns(configure(), "all", 0, 80 * GIB)))
+    # Who offloads gives torch's cache back too.
     assert found["generating"] == pytest.approx(40 + COMMON + WEIGHTS, abs=0.03)
     # A role has its own while it works: the optimizer's state in an update, weights alone to score.
     saved = {turn: everything[turn] - found[turn] for turn in found}
@@ -81,7 +84,7 @@ def test_what_rests_on_the_host_does_not_count(configure: Configure) -> None:
     assert saved["updating the critic"] == pytest.approx(STATE + 2 * WEIGHTS, abs=0.03)
     assert saved["scoring by the actor"] == pytest.approx(2 * STATE + WEIGHTS, abs=0.03)
     assert saved["scoring by the reference"] == pytest.approx(2 * STATE + WEIGHTS, abs=0.03)
-    assert saved["giving the engine the actor's weights"] == pytest.approx(2 * STATE + WEIGHTS, abs=0.03)
+    assert found["giving the engine the actor's weights"] == pytest.approx(COMMON + 3 * WEIGHTS, abs=0.03)
 
 
 def test_an_engine_that_does_not_sleep_is_always_there(configure: Configure) -> None:
@@ -92,23 +95,23 @@ def test_an_engine_that_does_not_sleep_is_always_there(configure: Configure) -> 
 
 
 def test_enough_is_enough(configure: Configure) -> None:
-    check_fit(configure(), {"all": [device(80)]})
+    check_fit(configure(), {"all": [device(80)]})  # 74.5
     peak = max(needs(list(pool_turns(configure(), "all", 0, 80 * GIB))).values())
     check_fit(configure(), {"all": [device(80, free=peak - 0.59)]})
     assert problems(configure(), {"all": [device(80, free=peak - 0.61)]})
 
 
 def test_a_device_that_is_too_small(configure: Configure) -> None:
-    (problem,) = problems(configure(), {"all": [device(24)]})
+    (problem,) = problems(configure("roles.reference.offload=all"), {"all": [device(24)]})
     assert problem.splitlines() == [
-        "pools.all: updating the actor needs 34.5 GiB on device 0 (NVIDIA Example), which has 24.0 of its 24.0 GiB to "
+        "pools.all: updating the actor needs 33.6 GiB on device 0 (NVIDIA Example), which has 24.0 of its 24.0 GiB to "
         "give:",
         "  actor: 24.0 GiB (weights 0.9, gradients 1.8, optimizer 5.5, activations 14.9, backward 0.8)",
         "  critic: 8.3 GiB (weights 0.9, gradients 1.8, optimizer 5.5)",
         "  all processes: 1.3 GiB (contexts 1.2, workspaces 0.1)",
-        "  reference: 0.9 GiB (weights 0.9)",
+        "  reference: 0.0 GiB, offloaded",
         "  ways out: roles.actor.recompute=selective or full; roles.actor.micro_batch_tokens below 16384 (at least "
-        "384); roles.critic.offload=optimizer or all; roles.reference.offload=all; more tp or pp, or more devices in "
+        "384); roles.critic.offload=optimizer or all; more tp or pp, or more devices in "
         "the pool",
     ]
 
