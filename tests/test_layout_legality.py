@@ -27,8 +27,8 @@ def test_sizes_for_eight_bits() -> None:
     assert list(legality.fp8_problems(Sizes(), 2)) == []  # 32, 16, 32 and 128
     (line,) = legality.fp8_problems(Sizes(hidden_size=40), 4)
     assert line == (
-        "fp8: the model at tp 4 has 40 hidden size and 8 query columns a rank, which 16 must divide: set none, or lower "
-        "tp"
+        "fp8: the model at tp 4 has 40 hidden size and 8 query columns a rank, "
+        "which 16 must divide: set none, or lower tp"
     )
 
 

@@ -67,7 +67,8 @@ def fp8_problems(model: ModelSizes, tp: int) -> Iterator[str]:
     }
     odd = [f"{size} {what}" for what, size in sizes.items() if size % FP8_MULTIPLE]
     if odd:
-        yield f"fp8: the model at tp {tp} has {' and '.join(odd)}, which {FP8_MULTIPLE} must divide: set none, or lower tp"
+        wanted = f"which {FP8_MULTIPLE} must divide"
+        yield f"fp8: the model at tp {tp} has {' and '.join(odd)}, {wanted}: set none, or lower tp"
 
 
 def megatron_pool_problems(tp: int, pp: int, nodes: int, devices_per_node: int) -> Iterator[str]:
