@@ -141,6 +141,11 @@ def _models(config: Config, specs: dict[str, ModelSpec]) -> Iterator[str]:
                 refused.add(folder)
                 yield from _under(label, error.problems)
                 continue
+            if specs[folder].num_experts:
+                yield (
+                    f"{label}: {folder} is a mixture of experts ({specs[folder].family}), which can be planned and "
+                    "converted but not yet trained: give a dense model"
+                )
             shapes = specs[folder].hf_shapes()
             if name == "critic":
                 shapes.pop("lm_head.weight", None)  # a value head takes its place

@@ -19,7 +19,8 @@ from tiny import make_model
 
 from megappo.layout.mesh import Layout
 from megappo.models.spec import ModelSpec, read_model_spec
-from megappo.reshard.boxes import Box, megatron_boxes, vllm_boxes
+from megappo.reshard.boxes import Box, megatron_boxes, megatron_shards, vllm_boxes, vllm_shards
+from megappo.reshard.files import block
 
 
 def window(offset: Iterable[int], size: Iterable[int]) -> tuple[slice, ...]:
@@ -39,57 +40,68 @@ def assert_no_local_overlap(boxes: list[Box]) -> dict[str, np.ndarray]:
     """Boxes never share an element of a local parameter; the parameters as masks of what the boxes fill."""
     ends: dict[str, Any] = {}
     for box in boxes:
-        ends[box.param] = np.maximum(ends.get(box.param, 0), np.add(box.local_offset, box.size))
+        lead = len(box.local_offset) - len(box.size)  # an expert's index
+        ends[box.param] = np.maximum(ends.get(box.param, 0), np.add(box.local_offset, (1,) * lead + box.size))
     masks = {name: np.zeros(tuple(end), bool) for name, end in ends.items()}
     for box in boxes:
-        at = window(box.local_offset, box.size)
+        at = block(box.local_offset, box.size)
         assert not masks[box.param][at].any()
         masks[box.param][at] = True
     return masks
 
 
+def bare(boxes: Iterable[Box]) -> list[tuple[Any, ...]]:
+    """Boxes without their rank."""
+    return [(*box[:3], *box[4:]) for box in boxes]
+
+
 @given(trained())
-@settings(deadline=None, max_examples=80)
-def test_a_megatron_replica_holds_everything_once(model: tuple[ModelSpec, Layout]) -> None:
+@settings(deadline=None, max_examples=60)
+def test_megatron_ranks_hold_everything_and_each_replica_once(model: tuple[ModelSpec, Layout]) -> None:
     spec, layout = model
+    stage = layout.tp * layout.cp * layout.dp
     for scalar_head in (False, True):
-        for dp in range(layout.dp):
-            replica = [r for r in range(layout.world) if layout.coordinates(r)["dp"] == dp]
-            boxes = {rank: megatron_boxes(spec, layout, rank, scalar_head=scalar_head) for rank in replica}
-            for name, counts in cover(spec.hf_shapes(scalar_head=scalar_head), chain(*boxes.values())).items():
-                whole = "norm" in name or name == "score.weight"  # every tensor-parallel rank holds these
-                tied = spec.tied_embeddings and not scalar_head and layout.pp > 1 and "embed" in name
-                assert (counts == (layout.tp if whole else 2 if tied else 1)).all(), name
-            for rank in replica:
-                masks = assert_no_local_overlap(boxes[rank])
-                assert all(mask.all() for mask in masks.values())  # and no holes
+        boxes = {rank: megatron_boxes(spec, layout, rank, scalar_head=scalar_head) for rank in range(layout.world)}
+        for name, counts in cover(spec.hf_shapes(scalar_head=scalar_head), chain(*boxes.values())).items():
+            whole = "norm" in name or name == "score.weight" or ".gate.weight" in name  # on every tensor-parallel rank
+            tied = spec.tied_embeddings and not scalar_head and layout.pp > 1 and "embed" in name
+            dense = layout.cp * layout.dp * (layout.tp if whole else 2 if tied else 1)
+            assert (counts == (stage // (layout.expert_tp * layout.ep) if ".experts." in name else dense)).all(), name
+        for held in boxes.values():
+            masks = assert_no_local_overlap(held)
+            assert all(mask.all() for mask in masks.values())  # and no holes
 
 
 @given(trained())
-@settings(deadline=None, max_examples=30)
-def test_data_parallel_replicas_hold_the_same(model: tuple[ModelSpec, Layout]) -> None:
+@settings(deadline=None, max_examples=40)
+def test_shards_are_what_their_ranks_hold(model: tuple[ModelSpec, Layout]) -> None:
     spec, layout = model
-    for first, *others in layout.groups("dp"):
-        held = [(b.name, b.offset, b.size, b.param, b.local_offset) for b in megatron_boxes(spec, layout, first)]
-        for rank in others:
-            assert held == [
-                (b.name, b.offset, b.size, b.param, b.local_offset) for b in megatron_boxes(spec, layout, rank)
-            ]
+    found: dict[int, list[tuple[Any, ...]]] = {rank: [] for rank in range(layout.world)}
+    for shard in megatron_shards(spec, layout, fused_norms=True):
+        assert {box.rank for box in shard.boxes} <= {shard.ranks[0]}
+        for rank in shard.ranks:
+            found[rank] += bare(shard.boxes)
+    for rank, boxes in found.items():
+        assert boxes == bare(megatron_boxes(spec, layout, rank, fused_norms=True))
 
 
 @given(served())
-@settings(deadline=None, max_examples=80)
-def test_an_engine_holds_everything_with_its_replicas(model: tuple[ModelSpec, int]) -> None:
-    spec, tp = model
-    boxes = {rank: vllm_boxes(spec, tp, rank, 10 + rank) for rank in range(tp)}
+@settings(deadline=None, max_examples=60)
+def test_an_engine_holds_everything_with_its_replicas(model: tuple[ModelSpec, int, bool]) -> None:
+    spec, tp, expert_parallel = model
+    boxes = {rank: vllm_boxes(spec, tp, rank, 10 + rank, expert_parallel=expert_parallel) for rank in range(tp)}
     for name, counts in cover(spec.hf_shapes(), chain(*boxes.values())).items():
         replicated = ".k_proj." in name or ".v_proj." in name
-        expected = tp if "norm" in name else max(tp // spec.num_kv_heads, 1) if replicated else 1
+        whole = "norm" in name or ".gate.weight" in name
+        expected = tp if whole else max(tp // spec.num_kv_heads, 1) if replicated else 1
         assert (counts == expected).all(), name
     for rank, held in boxes.items():
         assert {box.rank for box in held} == {10 + rank}
         assert all(mask.all() for mask in assert_no_local_overlap(held).values())
         assert not any(box.param == "lm_head.weight" for box in held) or not spec.tied_embeddings
+    shards = vllm_shards(spec, tp, 2, 10, expert_parallel=expert_parallel)
+    assert [list(shard.ranks) for shard in shards] == [[10 + rank, 10 + rank + tp] for rank in range(tp)]
+    assert [bare(shard.boxes) for shard in shards] == [bare(held) for held in boxes.values()]
 
 
 def a_spec(**changes: Any) -> ModelSpec:
@@ -124,6 +136,73 @@ def test_megatron_interleaves_by_group() -> None:
         ("q_proj", 6, 6, 12),
         ("k_proj", 3, 3, 18),
         ("v_proj", 3, 3, 21),
+    ]
+
+
+def test_more_megatron_ranks_than_groups_cut_groups() -> None:
+    """[q q k v] of each of two groups, 12 rows, over four ranks of 6: half a group each, whatever the heads."""
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    assert [rows(megatron_boxes(a_spec(), Layout(tp=4), rank), name) for rank in range(4)] == [
+        [("q_proj", 0, 6, 0)],
+        [("k_proj", 0, 3, 0), ("v_proj", 0, 3, 3)],
+        [("q_proj", 6, 6, 0)],
+        [("k_proj", 3, 3, 0), ("v_proj", 3, 3, 3)],
+    ]
+
+
+def test_chunks_of_a_virtual_pipeline_are_models_of_their_own() -> None:
+    """Eight layers over two stages in two rounds: the second stage holds layers 2, 3 and 6, 7."""
+    spec, layout = a_spec(num_layers=8), Layout(pp=2, vpp=2)
+    norms = {b.name: b.param for b in megatron_boxes(spec, layout, 1) if "norm" in b.name and "post" not in b.name}
+    assert norms == {
+        "model.layers.2.input_layernorm.weight": "model0.decoder.layers.0.input_layernorm.weight",
+        "model.layers.3.input_layernorm.weight": "model0.decoder.layers.1.input_layernorm.weight",
+        "model.layers.6.input_layernorm.weight": "model1.decoder.layers.0.input_layernorm.weight",
+        "model.layers.7.input_layernorm.weight": "model1.decoder.layers.1.input_layernorm.weight",
+        "model.norm.weight": "model1.decoder.final_layernorm.weight",
+    }
+    ends = [{b.param for b in megatron_boxes(spec, layout, rank) if "layers" not in b.param} for rank in range(2)]
+    assert ends == [
+        {"model0.embedding.word_embeddings.weight"},
+        {"model1.decoder.final_layernorm.weight", "model1.output_layer.weight"},
+    ]
+
+
+def an_expert(boxes: list[Box], expert: int) -> list[tuple[str, Any, Any, str, Any]]:
+    prefix = f"model.layers.0.block_sparse_moe.experts.{expert}."
+    return [
+        (b.name.removeprefix(prefix).split(".")[0], b.offset, b.size, b.param.split("experts.", 1)[1], b.local_offset)
+        for b in boxes
+        if b.name.startswith(prefix)
+    ]
+
+
+def test_experts_by_hand() -> None:
+    """Four experts, eight wide, six deep; the third of them on every kind of rank that holds some of it."""
+    spec = a_spec(family="mixtral", num_experts=4)
+    w1, w3, w2 = ("w1", (0, 0), (8, 6)), ("w3", (0, 0), (8, 6)), ("w2", (0, 0), (6, 8))
+    layout = Layout(tp=2, dp=2, ep=2, etp=2)  # ranks 2 and 3 hold the third and the fourth, half each
+    assert an_expert(megatron_boxes(spec, layout, 1), 2) == []
+    assert an_expert(megatron_boxes(spec, layout, 3), 2) == [
+        ("w1", (4, 0), (4, 6), "local_experts.0.linear_fc1.weight", (0, 0)),
+        ("w3", (4, 0), (4, 6), "local_experts.0.linear_fc1.weight", (4, 0)),
+        ("w2", (0, 4), (6, 4), "local_experts.0.linear_fc2.weight", (0, 0)),
+    ]
+    grouped = megatron_boxes(spec, Layout(tp=2, dp=2, ep=2, etp=1), 3, fused_norms=True)  # Transformer Engine's names
+    assert an_expert(grouped, 3) == [
+        (*w1, "linear_fc1.weight1", (0, 0)),
+        (*w3, "linear_fc1.weight1", (8, 0)),
+        (*w2, "linear_fc2.weight1", (0, 0)),
+    ]
+    assert an_expert(vllm_boxes(spec, 2, 1, 0), 2) == [  # a half of every expert
+        ("w1", (4, 0), (4, 6), "routed_experts.w13_weight", (2, 0, 0)),
+        ("w3", (4, 0), (4, 6), "routed_experts.w13_weight", (2, 4, 0)),
+        ("w2", (0, 4), (6, 4), "routed_experts.w2_weight", (2, 0, 0)),
+    ]
+    assert an_expert(vllm_boxes(spec, 2, 1, 0, expert_parallel=True), 2) == [  # all of half the experts
+        (*w1, "routed_experts.w13_weight", (0, 0, 0)),
+        (*w3, "routed_experts.w13_weight", (0, 8, 0)),
+        (*w2, "routed_experts.w2_weight", (0, 0, 0)),
     ]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megappo.layout.mesh import AXES, Layout, stage_layers
+from megappo.layout.mesh import AXES, Layout, model_chunks, stage_layers
 from megappo.models import megatron_cpu
 
 megatron_cpu.install()
@@ -62,6 +63,7 @@ def test_ranks_outside_are_refused(rank: int) -> None:
 
 def test_description_names_only_what_is_in_use() -> None:
     assert Layout(tp=2, pp=4, dp=1).describe() == "tp2 pp4 dp1"
+    assert Layout(tp=8, dp=2, ep=16, etp=1).describe() == "tp8 pp1 dp2 ep16 etp1"
     assert Layout(tp=2, dp=2, cp=2, vpp=3, sequence_parallel=True).describe() == "tp2 pp1 dp2 cp2 vpp3 sp"
 
 
@@ -107,6 +109,75 @@ def test_stages_equal_megatrons(split: tuple[int, int]) -> None:
     for rank, stage in enumerate(stages):
         assert get_num_layers_to_build(config, pp_rank=rank) == len(stage)
         assert get_transformer_layer_offset(config, pp_rank=rank) == stage.start
+
+
+@st.composite
+def rounds(draw: st.DrawFn) -> tuple[int, int, int]:
+    layers, vpp = draw(st.integers(3, 30)), draw(st.integers(1, 4))
+    pp = draw(st.integers(2, layers))
+    return layers * vpp, 3 if pp == 2 and layers % 2 else pp, vpp
+
+
+@given(rounds())
+def test_chunks_equal_megatrons(split: tuple[int, int, int]) -> None:
+    layers, pp, vpp = split
+    chunks = model_chunks(layers, pp, vpp)
+    assert sorted(layer for stage in chunks for chunk in stage for layer in chunk) == list(range(layers))
+    counts = [sum(map(len, stage)) for stage in chunks]
+    uneven = len(set(counts)) > 1
+    config = SimpleNamespace(
+        num_layers=layers,
+        pipeline_model_parallel_size=pp,
+        pipeline_model_parallel_layout=None,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=counts[0] if uneven else None,
+        num_layers_in_last_pipeline_stage=counts[-1] if uneven else None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+    )
+    for rank, stage in enumerate(chunks):
+        for at, chunk in enumerate(stage):
+            where = {"pp_rank": rank, "vp_stage": at if vpp > 1 else None}
+            assert get_num_layers_to_build(config, **where) == len(chunk)
+            assert get_transformer_layer_offset(config, **where) == chunk.start
+
+
+def test_one_chunk_a_stage_is_the_plain_pipeline() -> None:
+    assert model_chunks(30, 4) == tuple((stage,) for stage in stage_layers(30, 4))
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "vpp", "message"),
+    [
+        (4, 1, 2, "vpp: 2 chunks need pp > 1: set vpp to 1, or raise pp"),
+        (9, 2, 2, "vpp: 2 does not divide 9 layers"),
+        (6, 2, 2, "vpp: 2 rounds of 3 layers do not divide by 2 stages"),
+        (6, 4, 2, "pp: 4 stages cannot share 3 layers: legal are 1 to 3"),
+    ],
+)
+def test_impossible_chunks_are_refused(layers: int, pp: int, vpp: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model_chunks(layers, pp, vpp)
+
+
+@given(LAYOUTS)
+def test_replicas_are_the_data_and_context_parallel_ranks(layout: Layout) -> None:
+    found = [list(layout.replicas(tp=tp, pp=pp)) for pp in range(layout.pp) for tp in range(layout.tp)]
+    assert sorted(found) == sorted(layout.groups("dp", "cp"))
+
+
+@given(LAYOUTS, st.integers(1, 6), st.integers(1, 6))
+def test_expert_replicas_equal_megatrons(layout: Layout, ep: int, etp: int) -> None:
+    layout = replace(layout, ep=ep, etp=etp)
+    ranks = layout.world // layout.pp
+    if ranks % (ep * etp):
+        with pytest.raises(ValueError, match=f"ep: {ep} times etp {etp} does not divide the {ranks} ranks of a stage"):
+            layout.expert_replicas(etp=0, ep=0, pp=0)
+        return
+    theirs = RankGenerator(tp=etp, ep=ep, dp=ranks // (ep * etp), pp=layout.pp, cp=1, order="tp-cp-ep-dp-pp")
+    places = [(i, e, p) for p in range(layout.pp) for e in range(ep) for i in range(etp)]
+    ours = [list(layout.expert_replicas(etp=i, ep=e, pp=p)) for i, e, p in places]
+    assert ours == theirs.get_ranks("dp")
 
 
 @pytest.mark.parametrize("pp", [0, 5])

@@ -48,8 +48,19 @@ def problems_of(tmp_path: Path, **changes: Any) -> list[str]:
 
 LLAMA: dict[str, Any] = {"model_type": "llama"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "family": ({"model_type": "gpt2"}, "model_type 'gpt2' is not a family we know: known are llama, qwen2, qwen3"),
-    "no family": ({"model_type": None}, "model_type None is not a family we know: known are llama, qwen2, qwen3"),
+    "family": (
+        {"model_type": "gpt2"},
+        "model_type 'gpt2' is not a family we know: known are llama, mixtral, qwen2, qwen3, qwen3_moe",
+    ),
+    "no family": (
+        {"model_type": None},
+        "model_type None is not a family we know: known are llama, mixtral, qwen2, qwen3, qwen3_moe",
+    ),
+    "dense layers among experts": (
+        {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32, "mlp_only_layers": [0]},
+        "mlp_only_layers: [0] is not supported for qwen3_moe: only [] is",
+    ),
+    "no experts": ({"model_type": "mixtral"}, "num_local_experts: None is not a positive integer"),
     "sliding window": (
         {"use_sliding_window": True},
         "use_sliding_window: True is not supported for qwen2: only False is",
@@ -174,8 +185,17 @@ def test_sizes(tmp_path: Path) -> None:
     assert (qwen3.head_dim, qwen3.qkv_bias, qwen3.qk_norm) == (128, False, True)
 
 
+def test_sizes_of_mixtures(tmp_path: Path) -> None:
+    """In Qwen3-MoE ``intermediate_size`` is that of dense layers, of which there are none."""
+    qwen = spec_of(tmp_path, model_type="qwen3_moe", num_experts=8, moe_intermediate_size=32)
+    assert (qwen.num_experts, qwen.ffn_hidden_size, qwen.qk_norm, qwen.head_dim) == (8, 32, True, 128)
+    mixtral = spec_of(tmp_path, model_type="mixtral", num_local_experts=2)
+    assert (mixtral.num_experts, mixtral.ffn_hidden_size, mixtral.qk_norm) == (2, 96, False)
+    assert spec_of(tmp_path).num_experts == 0
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe", "mixtral"])
 def test_table_equals_transformers(tmp_path: Path, family: str, tied: bool) -> None:
     """Names and shapes against the files that transformers writes, number of weights against its model's."""
     from safetensors import safe_open

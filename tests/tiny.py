@@ -25,7 +25,8 @@ def make_model(folder: Path, family: str = "qwen2", *, seed: int = 0, scale: flo
     """Save a random model with 4 heads, 2 key/value heads and 4 layers, weights about ``scale``; return its folder."""
     import transformers
 
-    config_class = getattr(transformers, {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[family] + "Config")
+    classes = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}
+    config_class = getattr(transformers, classes[family] + "Config")
     settings: dict[str, Any] = {
         "vocab_size": 64,
         "hidden_size": 64,
@@ -42,6 +43,10 @@ def make_model(folder: Path, family: str = "qwen2", *, seed: int = 0, scale: flo
     }
     if family == "qwen3":
         settings["head_dim"] = 32  # not hidden / heads
+    if family == "qwen3_moe":
+        settings |= {"head_dim": 32, "num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+    if family == "mixtral":
+        settings |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     model_class = getattr(transformers, config_class.__name__.replace("Config", "ForCausalLM"))
     torch.manual_seed(seed)
     model = model_class(config_class(**{**settings, **changes}))

@@ -14,10 +14,11 @@ class Layout:
     """Sizes of one role's parallel mesh.
 
     Attributes:
-        tp, cp, ep, dp, pp: tensor, context, expert, data and pipeline parallel sizes. Experts are spread over the
-            data-parallel ranks, so ``ep`` adds no devices.
+        tp, cp, ep, dp, pp: tensor, context, expert, data and pipeline parallel sizes. Experts are spread over the ranks
+            of a pipeline stage, so ``ep`` adds no devices.
         vpp: model chunks per pipeline stage (virtual pipeline); 1 is the plain schedule.
         sequence_parallel: split activations along the sequence inside a tensor-parallel group.
+        etp: tensor parallel size inside each expert; 0 means ``tp``, as in Megatron.
     """
 
     tp: int = 1
@@ -27,6 +28,7 @@ class Layout:
     ep: int = 1
     vpp: int = 1
     sequence_parallel: bool = False
+    etp: int = 0
 
     @property
     def world(self) -> int:
@@ -41,6 +43,26 @@ class Layout:
         for axis in AXES:
             rank, out[axis] = divmod(rank, getattr(self, axis))
         return out
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallel size inside each expert."""
+        return self.etp or self.tp
+
+    def replicas(self, *, tp: int, pp: int) -> range:
+        """The ranks that hold the same dense weights: those of a stage and a tensor-parallel place."""
+        return range(self.rank(tp=tp, pp=pp), self.rank(pp=pp + 1), self.tp)
+
+    def expert_replicas(self, *, etp: int, ep: int, pp: int) -> range:
+        """The ranks that hold the same expert weights: Megatron's order inside a stage is etp, ep, then the rest.
+
+        Raises:
+            ValueError: ``etp * ep`` does not divide the ranks of a stage.
+        """
+        ranks = self.tp * self.cp * self.dp
+        if ranks % (self.expert_tp * self.ep):
+            raise ValueError(f"ep: {self.ep} times etp {self.expert_tp} does not divide the {ranks} ranks of a stage")
+        return range(self.rank(pp=pp) + etp + self.expert_tp * ep, self.rank(pp=pp + 1), self.expert_tp * self.ep)
 
     def rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """The rank at these coordinates: the inverse of :meth:`coordinates`."""
@@ -57,7 +79,8 @@ class Layout:
     def describe(self) -> str:
         """A short human form, for instance ``tp2 pp2 dp1``."""
         parts = [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}"]
-        parts += [f"{axis}{getattr(self, axis)}" for axis in ("cp", "ep", "vpp") if getattr(self, axis) > 1]
+        unusual = [axis for axis in ("cp", "ep", "etp", "vpp") if getattr(self, axis) != getattr(Layout, axis)]
+        parts += [f"{axis}{getattr(self, axis)}" for axis in unusual]
         return " ".join(parts + (["sp"] if self.sequence_parallel else []))
 
 
@@ -82,3 +105,26 @@ def stage_layers(num_layers: int, pp: int) -> tuple[range, ...]:
         counts = [-(-ends // 2), *[middle] * (pp - 2), ends // 2]
     starts = [sum(counts[:i]) for i in range(pp)]
     return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+
+
+def model_chunks(num_layers: int, pp: int, vpp: int = 1) -> tuple[tuple[range, ...], ...]:
+    """Global layer indices of each model chunk of each pipeline stage.
+
+    A virtual pipeline deals the layers out in ``vpp`` rounds: each round is a plain pipeline over the next
+    ``num_layers / vpp`` layers, and chunk ``c`` of a stage is its part of round ``c``.
+
+    Raises:
+        ValueError: fewer layers than chunks, layers that do not fill ``vpp`` equal rounds, a virtual pipeline of one
+            stage, or an uneven one of two (Megatron divides by the stages between the first and the last).
+    """
+    if vpp > 1 and pp == 1:
+        raise ValueError(f"vpp: {vpp} chunks need pp > 1: set vpp to 1, or raise pp")
+    if num_layers % vpp:
+        raise ValueError(f"vpp: {vpp} does not divide {num_layers} layers")
+    per_round = num_layers // vpp
+    if vpp > 1 and pp == 2 and per_round % 2:
+        raise ValueError(f"vpp: {vpp} rounds of {per_round} layers do not divide by 2 stages, which Megatron asks for")
+    stages = stage_layers(per_round, pp)
+    return tuple(
+        tuple(range(s.start + chunk * per_round, s.stop + chunk * per_round) for chunk in range(vpp)) for s in stages
+    )

@@ -21,6 +21,10 @@ class Split(Enum):
     VOCABULARY = "vocabulary"  # axis 0, padded at the end by each system in its own way
 
 
+EXPERT = "{expert}"
+"""In a name: where the number of the expert goes."""
+
+
 def megatron_vocabulary(vocab_size: int, tp: int) -> int:
     """Rows of Megatron's padded vocabulary over all ranks: each holds a multiple of 8, which bfloat16 kernels want."""
     return -(-vocab_size // (8 * tp)) * 8 * tp
@@ -34,6 +38,10 @@ def vllm_vocabulary(vocab_size: int) -> int:
 @dataclass(frozen=True)
 class Parameter:
     """One local parameter of a layer (or of the model) under its three names.
+
+    With :data:`EXPERT` in its Hugging Face names it stands for one such parameter per expert. A local name that has it
+    too stands for a parameter per expert held (counted from 0 on each rank); one that lacks it is a single parameter
+    with the experts held as its leading axis.
 
     Attributes:
         hf: Hugging Face names; more than one where Megatron and vLLM fuse them.
@@ -51,16 +59,23 @@ class Parameter:
     split: Split
     megatron_te: str | None = None
 
+    @property
+    def per_expert(self) -> bool:
+        """Whether there is one for each expert."""
+        return EXPERT in self.hf[0]
+
+
+INPUT_NORM = Parameter(
+    ("input_layernorm.weight",),
+    (("hidden",),),
+    "input_layernorm.weight",
+    "input_layernorm.weight",
+    Split.WHOLE,
+    "self_attention.linear_qkv.layer_norm_weight",
+)
 
 NORMS = (
-    Parameter(
-        ("input_layernorm.weight",),
-        (("hidden",),),
-        "input_layernorm.weight",
-        "input_layernorm.weight",
-        Split.WHOLE,
-        "self_attention.linear_qkv.layer_norm_weight",
-    ),
+    INPUT_NORM,
     Parameter(
         ("post_attention_layernorm.weight",),
         (("hidden",),),
@@ -131,6 +146,51 @@ GATED_MLP = (
         Split.COLUMNS,
     ),
 )
+
+
+def mixture(block: str, gate: str, up: str, down: str) -> tuple[Parameter, ...]:
+    """The second half of a layer whose MLP is a mixture of experts: its norm, the router and the experts.
+
+    The router reads the norm's output, so Transformer Engine does not fuse the norm into a projection here.
+
+    Args:
+        block: Hugging Face and vLLM name of the block.
+        gate, up, down: Hugging Face names of an expert's projections.
+    """
+    expert = f"{block}.experts.{EXPERT}."
+    return (
+        Parameter(
+            ("post_attention_layernorm.weight",),
+            (("hidden",),),
+            "pre_mlp_layernorm.weight",
+            "post_attention_layernorm.weight",
+            Split.WHOLE,
+        ),
+        Parameter(
+            (f"{block}.gate.weight",),
+            (("experts", "hidden"),),
+            "mlp.router.weight",
+            f"{block}.gate.weight",
+            Split.WHOLE,
+        ),
+        Parameter(
+            (f"{expert}{gate}.weight", f"{expert}{up}.weight"),
+            (("ffn", "hidden"), ("ffn", "hidden")),
+            f"mlp.experts.local_experts.{EXPERT}.linear_fc1.weight",
+            f"{block}.experts.routed_experts.w13_weight",
+            Split.GATE_UP,
+            f"mlp.experts.linear_fc1.weight{EXPERT}",
+        ),
+        Parameter(
+            (f"{expert}{down}.weight",),
+            (("hidden", "ffn"),),
+            f"mlp.experts.local_experts.{EXPERT}.linear_fc2.weight",
+            f"{block}.experts.routed_experts.w2_weight",
+            Split.COLUMNS,
+            f"mlp.experts.linear_fc2.weight{EXPERT}",
+        ),
+    )
+
 
 EMBEDDING = Parameter(
     ("model.embed_tokens.weight",),

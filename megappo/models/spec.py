@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.models.families import Family, known_families
-from megappo.models.parameters import EMBEDDING, FINAL_NORM, LM_HEAD, QK_NORM, QKV_BIAS, SCALAR_HEAD, Parameter
+from megappo.models.parameters import EMBEDDING, EXPERT, FINAL_NORM, LM_HEAD, QK_NORM, QKV_BIAS, SCALAR_HEAD, Parameter
 
 
 class ModelError(ValueError):
@@ -32,7 +32,10 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Everything about a model that layouts, weight tables and Megatron need. Sizes are in elements."""
+    """Everything about a model that layouts, weight tables and Megatron need. Sizes are in elements.
+
+    In a mixture of ``num_experts`` experts, ``ffn_hidden_size`` is the width of one of them.
+    """
 
     family: str
     num_layers: int
@@ -47,6 +50,7 @@ class ModelSpec:
     rope_theta: float
     rope_scaling: Llama3RopeScaling | None
     tied_embeddings: bool
+    num_experts: int = 0
 
     @property
     def layer(self) -> tuple[Parameter, ...]:
@@ -72,6 +76,7 @@ class ModelSpec:
             "kv": self.num_kv_heads * self.head_dim,
             "head_dim": self.head_dim,
             "vocab": self.vocab_size,
+            "experts": self.num_experts,
             "one": 1,
         }
 
@@ -84,8 +89,9 @@ class ModelSpec:
         dims = self.dims()
 
         def tensors(prefix: str, parameter: Parameter) -> Iterator[tuple[str, tuple[int, ...]]]:
-            for name, shape in zip(parameter.hf, parameter.shapes, strict=True):
-                yield prefix + name, tuple(dims[key] for key in shape)
+            for expert in range(self.num_experts if parameter.per_expert else 1):
+                for name, shape in zip(parameter.hf, parameter.shapes, strict=True):
+                    yield prefix + name.replace(EXPERT, str(expert)), tuple(dims[key] for key in shape)
 
         out = dict(tensors("", EMBEDDING))
         for index in range(self.num_layers):
@@ -129,7 +135,7 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
         known = ", ".join(sorted(known_families()))
         raise ModelError([f"{path}: model_type {raw.get('model_type')!r} is not a family we know: known are {known}"])
     raw = {**family.defaults, **raw}
-    problems = [f"{path}: {problem}" for problem in (*_missing(raw), *_refused(raw, family))]
+    problems = [f"{path}: {problem}" for problem in (*_missing(raw, family), *_refused(raw, family))]
     if problems:
         raise ModelError(problems)
     return _spec(raw, family)
@@ -139,15 +145,14 @@ _REQUIRED = (
     "num_hidden_layers",
     "hidden_size",
     "num_attention_heads",
-    "intermediate_size",
     "vocab_size",
     "max_position_embeddings",
     "rms_norm_eps",
 )
 
 
-def _missing(raw: dict[str, Any]) -> Iterator[str]:
-    for key in _REQUIRED:
+def _missing(raw: dict[str, Any], family: Family) -> Iterator[str]:
+    for key in (*_REQUIRED, family.ffn, *_experts(raw, family)):
         value = raw.get(key)
         real = key == "rms_norm_eps"
         if isinstance(value, bool) or not isinstance(value, int | float if real else int) or value <= 0:
@@ -158,6 +163,11 @@ def _missing(raw: dict[str, Any]) -> Iterator[str]:
     hidden = raw.get("hidden_size")
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 and not raw.get("head_dim") and hidden % heads:
         yield f"hidden_size: {hidden} is no multiple of num_attention_heads {heads}, and head_dim is not given"
+
+
+def _experts(raw: dict[str, Any], family: Family) -> tuple[str, ...]:
+    """The key that tells the number of experts, if the family has any."""
+    return tuple(key for key in family.experts if raw.get(key) is not None)[:1] or family.experts[:1]
 
 
 def _rope(raw: dict[str, Any]) -> dict[str, Any]:
@@ -200,11 +210,12 @@ def _spec(raw: dict[str, Any], family: Family) -> ModelSpec:
         num_heads=raw["num_attention_heads"],
         num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
         head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-        ffn_hidden_size=raw["intermediate_size"],
+        ffn_hidden_size=raw[family.ffn],
         vocab_size=raw["vocab_size"],
         max_positions=raw["max_position_embeddings"],
         norm_eps=raw["rms_norm_eps"],
         rope_theta=float(rope["rope_theta"]),
         rope_scaling=scaling,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        num_experts=sum(raw[key] for key in _experts(raw, family)),
     )

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from megappo.layout.mesh import Layout
 from megappo.models.spec import ModelSpec
-from megappo.reshard.boxes import megatron_boxes, vllm_boxes
-from megappo.reshard.plan import Copy, make_plan
+from megappo.reshard.agreement import Fingerprint, fingerprint
+from megappo.reshard.boxes import Shard, megatron_shards, vllm_shards
+from megappo.reshard.plan import Copy, plan_copies
+from megappo.reshard.routes import DEVICE, distance
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class TransferSpec:
         fused_norms: the actor's layers are Transformer Engine's.
         places: (node, device) of each rank of the group, where known; blocks are then taken from the same device before
             the same node before another.
+        forward: what several workers of a node want from another node is sent once and passed on among them.
+        expert_parallel: engines deal out whole experts to their workers.
     """
 
     model: ModelSpec
@@ -31,6 +35,8 @@ class TransferSpec:
     engine_tp: int
     fused_norms: bool
     places: tuple[tuple[str, str], ...] = ()
+    forward: bool = False
+    expert_parallel: bool = False
 
     @property
     def world(self) -> int:
@@ -41,27 +47,34 @@ class TransferSpec:
         """Rank of one engine's worker in the transfer group."""
         return self.actor.world + engine * self.engine_tp + tp_rank
 
+    def sources(self) -> list[Shard]:
+        """What the actor's ranks hold."""
+        return megatron_shards(self.model, self.actor, fused_norms=self.fused_norms)
+
+    def destinations(self) -> list[Shard]:
+        """What the engines' workers hold."""
+        first, experts = self.worker_rank(0, 0), self.expert_parallel
+        return vllm_shards(self.model, self.engine_tp, self.engines, first, expert_parallel=experts)
+
     def plan(self) -> tuple[Copy, ...]:
         """Who sends what to whom."""
-        sources = [
-            box
-            for rank in range(self.actor.world)
-            for box in megatron_boxes(self.model, self.actor, rank, fused_norms=self.fused_norms)
-        ]
-        destinations = [
-            box
-            for engine in range(self.engines)
-            for tp_rank in range(self.engine_tp)
-            for box in vllm_boxes(self.model, self.engine_tp, tp_rank, self.worker_rank(engine, tp_rank))
-        ]
-        return make_plan(sources, destinations, self._distance)
+        return tuple(plan_copies(self.sources(), self.destinations(), self.places, forward=self.forward))
+
+    def part(self, rank: int) -> tuple[Copy, ...]:
+        """What one rank of the transfer group sends and receives, found without the rest of the plan."""
+        sides = self.sources(), self.destinations()
+        return tuple(plan_copies(*sides, self.places, forward=self.forward, rank=rank))
+
+    def fingerprint(self, rank: int, part: tuple[Copy, ...]) -> Fingerprint:
+        """What a rank shows to the others before anything is sent; see :func:`megappo.reshard.agreement.disagreement`.
+
+        Args:
+            part: the rank's part of the plan.
+        """
+        return fingerprint(repr(self), rank, part)
 
     def stays_on_device(self) -> bool:
         """Whether every block comes from the device that it goes to."""
-        return bool(self.places) and all(self._distance(copy.source, copy.destination) == 0 for copy in self.plan())
-
-    def _distance(self, source: int, destination: int) -> int:
-        if not self.places:
-            return 0
-        (node, device), (to_node, to_device) = self.places[source], self.places[destination]
-        return 2 if node != to_node else 1 if device != to_device else 0
+        return bool(self.places) and all(
+            distance(self.places, copy.source, copy.destination) == DEVICE for copy in self.plan()
+        )

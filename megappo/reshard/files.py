@@ -78,9 +78,11 @@ def load_weights(
                     place.copy_(slices[box.name][block(box.offset, box.size)])
 
 
-def block(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
-    """Index of a block."""
-    return tuple(slice(begin, begin + extent) for begin, extent in zip(offset, size, strict=True))
+def block(offset: Sequence[int], size: Sequence[int]) -> tuple[int | slice, ...]:
+    """Index of a block. An offset that is longer than the size begins with plain indices (of an expert)."""
+    lead = len(offset) - len(size)
+    slices = (slice(begin, begin + extent) for begin, extent in zip(offset[lead:], size, strict=True))
+    return *offset[:lead], *slices
 
 
 def _open(path: Path) -> Any:

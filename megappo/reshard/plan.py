@@ -1,25 +1,30 @@
-"""The plan: which block of which rank's parameter goes where. A pure function of two lists of boxes."""
+"""The plan: which block of which rank's parameter goes where. A pure function of two lists of shards.
+
+It is the same on every rank, and each rank can work out its own part alone: the work of that depends on how the model
+is cut, and on how many ranks the block's own holders serve, not on how large the cluster is.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass, replace
-from itertools import combinations
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import Any
+from typing import NamedTuple
 
-from megappo.reshard.boxes import Box
+from megappo.reshard.boxes import Box, Shard
+from megappo.reshard.meetings import PlanError, Side, meetings
+from megappo.reshard.messages import Message, make_messages
+from megappo.reshard.routes import Places, Route, make_route
+
+__all__ = ["Copy", "Message", "PlanError", "make_messages", "make_plan", "plan_copies", "plan_hash"]
 
 
-class PlanError(ValueError):
-    """The sources do not cover a destination exactly once."""
+class Copy(NamedTuple):
+    """One block to move, in elements: ``size`` at ``source_offset`` of a source rank's parameter to a destination's.
 
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """One block to move, in elements: ``size`` at ``source_offset`` of a source rank's parameter to a destination's."""
+    In the second wave the source is itself a destination of the first: it passes on what it has received, out of its
+    own parameter. All copies of the first wave into that block come before.
+    """
 
     source: int
     source_param: str
@@ -29,6 +34,7 @@ class Copy:
     offset: tuple[int, ...]
     size: tuple[int, ...]
     name: str  # the global tensor, for messages
+    wave: int = 0
 
     @property
     def elements(self) -> int:
@@ -36,135 +42,77 @@ class Copy:
         return prod(self.size)
 
 
-def make_plan(
-    sources: Iterable[Box], destinations: Iterable[Box], distance: Callable[[int, int], int] = lambda source, to: 0
-) -> tuple[Copy, ...]:
-    """Cover every destination box exactly once, each block from the nearest, then least loaded, rank that has it.
+def make_plan(sources: Iterable[Box], destinations: Iterable[Box], places: Places = ()) -> tuple[Copy, ...]:
+    """Plan between any two lists of boxes; see :func:`plan_copies`, which takes shards and costs far less."""
+    return tuple(plan_copies(_by_rank(sources), _by_rank(destinations), places))
 
-    Deterministic: the same boxes give the same plan on every machine.
+
+def plan_copies(
+    sources: Sequence[Shard],
+    destinations: Sequence[Shard],
+    places: Places = (),
+    *,
+    forward: bool = False,
+    rank: int | None = None,
+) -> Iterator[Copy]:
+    """Cover every destination box exactly once, each block from one of the nearest ranks that have it.
 
     Args:
-        sources: boxes that hold the tensors; equal boxes on several ranks are replicas.
-        destinations: boxes to fill; several ranks may want the same block.
-        distance: between a source and a destination rank; smaller is nearer.
+        sources: shards that hold the tensors; equal boxes are replicas.
+        destinations: shards to fill; equal boxes are wanted by several ranks.
+        places: (node, device) of each rank, where known.
+        forward: a block enters a node without a holder once, and is passed on inside it.
+        rank: give only the copies that this rank sends or receives, in the same order. They are found without the rest.
 
     Raises:
-        PlanError: a part of a destination box has no source, or two sources overlap without being equal.
+        PlanError: a part of a destination box has no source, or two boxes of one side overlap without being equal. With
+            ``rank``, only tensors that concern it are looked at.
     """
-    holders: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], list[Box]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    for box in sources:
-        holders[box.name][box.offset, box.size].append(box)
-    _check_disjoint(holders.values())
-    load: dict[int, int] = defaultdict(int)
-    plan: list[Copy] = []
-    for wanted in destinations:
-        covered = 0
-        for replicas in holders[wanted.name].values():
-            block = _intersection(replicas[0], wanted)
-            if block is None:
+    names = None
+    if rank is not None:
+        own = (shard for shard in (*sources, *destinations) if rank in shard.ranks)
+        names = {box.name for shard in own for box in shard.boxes}
+    held, wanted = Side(sources, names), Side(destinations, names)
+    routes: dict[tuple[tuple[int, ...], tuple[int, ...]], Route | None] = {}
+    for name in wanted.names:
+        for source, destination, begin, size, part, parts in meetings(name, held, wanted):
+            key = source.shards, destination.shards
+            givers, takers = held.members(key[0]), wanted.members(key[1])
+            if key not in routes:
+                ends = [giver for giver, _ in givers], [taker for taker, _ in takers]
+                concerned = rank is None or rank in ends[0] or rank in ends[1]
+                routes[key] = make_route(*ends, places, forward=forward, rank=rank) if concerned else None
+            route = routes[key]
+            if route is None:
                 continue
-            begin, size = block
-            chosen = min(replicas, key=lambda box: (distance(box.rank, wanted.rank), load[box.rank], box.rank))
-            copy = Copy(
-                source=chosen.rank,
-                source_param=chosen.param,
-                source_offset=_shifted(chosen, begin),
-                destination=wanted.rank,
-                param=wanted.param,
-                offset=_shifted(wanted, begin),
-                size=size,
-                name=wanted.name,
-            )
-            load[chosen.rank] += copy.elements
-            covered += copy.elements
-            plan.append(copy)
-        if covered != prod(wanted.size):
-            raise PlanError(
-                f"{wanted.name}: rank {wanted.rank} wants {prod(wanted.size)} elements at {wanted.offset}, "
-                f"the sources hold {covered} of them"
-            )
-    return tuple(plan)
+            given = [(box.param, _shifted(box, begin)) for box in source.boxes]
+            taken = [(box.param, _shifted(box, begin)) for box in destination.boxes]
+            for giver, taker, wave in route.deliveries(held.turn(source) * parts + part):
+                from_, out_of = takers[giver] if wave else givers[giver]
+                to, into = takers[taker]
+                if rank is None or rank in (from_, to):
+                    block = taken[out_of] if wave else given[out_of]
+                    yield Copy(from_, *block, to, *taken[into], size, name, wave)
 
 
-def plan_hash(plan: tuple[Copy, ...]) -> str:
-    """A fingerprint of the plan, for ranks to compare before they send anything."""
+def plan_hash(plan: Iterable[Copy]) -> str:
+    """A fingerprint of a plan, copies and their order."""
     digest = hashlib.sha256()
     for copy in plan:
-        digest.update(repr(astuple(copy)).encode())
+        digest.update(repr(tuple(copy)).encode())
     return digest.hexdigest()[:16]
-
-
-def _check_disjoint(holders: Iterable[Mapping[Any, list[Box]]]) -> None:
-    """A gap and an overlap of the same size would pass for full cover."""
-    for blocks in holders:
-        for (a, *_), (b, *_) in combinations(blocks.values(), 2):
-            if _intersection(a, b):
-                raise PlanError(
-                    f"{a.name}: the source boxes of ranks {a.rank} (at {a.offset}, size {a.size}) and "
-                    f"{b.rank} (at {b.offset}, size {b.size}) overlap without being equal"
-                )
-
-
-def _intersection(a: Box, b: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Global offset and size of the block that both hold, if any."""
-    begin = tuple(max(x, y) for x, y in zip(a.offset, b.offset, strict=True))
-    ends = (min(x + m, y + n) for x, m, y, n in zip(a.offset, a.size, b.offset, b.size, strict=True))
-    size = tuple(end - start for end, start in zip(ends, begin, strict=True))
-    return (begin, size) if all(extent > 0 for extent in size) else None
 
 
 def _shifted(box: Box, begin: tuple[int, ...]) -> tuple[int, ...]:
     """Local offset in ``box`` of the global position ``begin``."""
-    return tuple(low + x - o for low, x, o in zip(box.local_offset, begin, box.offset, strict=True))
+    lead = len(box.local_offset) - len(begin)
+    inner = (low + x - o for low, x, o in zip(box.local_offset[lead:], begin, box.offset, strict=True))
+    return *box.local_offset[:lead], *inner
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """Blocks that travel together from one rank to another, packed one after the other in this order."""
-
-    source: int
-    destination: int
-    copies: tuple[Copy, ...]
-
-    @property
-    def elements(self) -> int:
-        """Number of elements carried."""
-        return sum(copy.elements for copy in self.copies)
-
-
-def make_messages(plan: Iterable[Copy], bucket_elements: int) -> tuple[Message, ...]:
-    """Group the plan into messages of at most ``bucket_elements``, in one order for all ranks.
-
-    A block larger than a bucket is cut along its first axis (a single row is never cut). Every rank works through its
-    own messages in this order, as sender or receiver: the earliest message that is not done then always has both ends
-    ready, so bounded buffers cannot deadlock. Messages of different pairs alternate, so that all links are busy.
-    """
-    pairs: dict[tuple[int, int], list[list[Copy]]] = defaultdict(lambda: [[]])
-    filled: dict[tuple[int, int], int] = defaultdict(int)
-    for copy in plan:
-        pair = copy.source, copy.destination
-        for piece in _cut(copy, bucket_elements):
-            if filled[pair] and filled[pair] + piece.elements > bucket_elements:
-                pairs[pair].append([])
-                filled[pair] = 0
-            pairs[pair][-1].append(piece)
-            filled[pair] += piece.elements
-    out: list[Message] = []
-    for turn in range(max((len(buckets) for buckets in pairs.values()), default=0)):
-        for (source, destination), buckets in sorted(pairs.items()):
-            if turn < len(buckets):
-                out.append(Message(source, destination, tuple(buckets[turn])))
-    return tuple(out)
-
-
-def _cut(copy: Copy, bucket_elements: int) -> Iterator[Copy]:
-    rows = max(bucket_elements * copy.size[0] // copy.elements, 1)
-    for start in range(0, copy.size[0], rows):
-        yield replace(
-            copy,
-            source_offset=(copy.source_offset[0] + start, *copy.source_offset[1:]),
-            offset=(copy.offset[0] + start, *copy.offset[1:]),
-            size=(min(rows, copy.size[0] - start), *copy.size[1:]),
-        )
+def _by_rank(boxes: Iterable[Box]) -> list[Shard]:
+    """Each rank's boxes as a shard of its own."""
+    found: dict[int, list[Box]] = {}
+    for box in boxes:
+        found.setdefault(box.rank, []).append(box)
+    return [Shard((rank,), held) for rank, held in found.items()]

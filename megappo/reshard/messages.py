@@ -1,0 +1,85 @@
+"""The plan cut into messages of bounded size, in an order in which everybody can work through their own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megappo.reshard.plan import Copy
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Blocks that travel together from one rank to another, packed one after the other in this order.
+
+    Attributes:
+        wave: 0 from a rank that holds the weights; 1 from one that passes on what came in messages before.
+    """
+
+    source: int
+    destination: int
+    copies: tuple[Copy, ...]
+    wave: int = 0
+
+    @property
+    def elements(self) -> int:
+        """Number of elements carried."""
+        return sum(copy.elements for copy in self.copies)
+
+
+def make_messages(plan: Iterable[Copy], bucket_elements: int) -> tuple[Message, ...]:
+    """Group the plan into messages of at most ``bucket_elements``, in one order for all ranks.
+
+    A block larger than a bucket is cut along its first axis (a single row is never cut). Every rank works through its
+    own messages in this order, as sender or receiver: the earliest message that is not done then always has both ends
+    ready, so bounded buffers cannot deadlock. Messages of different pairs alternate, so that all links are busy.
+
+    The first wave comes before the second. A rank that passes blocks on must have *unpacked* all its messages of the
+    first wave before it packs one of the second; as it then waits for nothing but the first wave, which waits for
+    nothing, this cannot deadlock either.
+
+    From one rank's part of the plan come that rank's messages, in the same order.
+    """
+    pairs: dict[tuple[int, int, int], list[list[Copy]]] = defaultdict(lambda: [[]])
+    filled: dict[tuple[int, int, int], int] = defaultdict(int)
+    for copy in plan:
+        pair = copy.wave, copy.source, copy.destination
+        for piece in _cut(copy, bucket_elements):
+            elements = piece.elements
+            if filled[pair] and filled[pair] + elements > bucket_elements:
+                pairs[pair].append([])
+                filled[pair] = 0
+            pairs[pair][-1].append(piece)
+            filled[pair] += elements
+    numbered = (
+        ((wave, turn, source, destination), bucket)
+        for (wave, source, destination), buckets in pairs.items()
+        for turn, bucket in enumerate(buckets)
+    )
+    return tuple(
+        Message(source, destination, tuple(bucket), wave)
+        for (wave, _, source, destination), bucket in sorted(numbered, key=lambda entry: entry[0])
+    )
+
+
+def _cut(copy: Copy, bucket_elements: int) -> Iterator[Copy]:
+    elements, extent = copy.elements, copy.size[0]
+    if elements <= bucket_elements:
+        yield copy
+        return
+    rows = max(bucket_elements * extent // elements, 1)
+    for start in range(0, extent, rows):
+        yield copy._replace(
+            source_offset=_down(copy.source_offset, start, len(copy.size)),
+            offset=_down(copy.offset, start, len(copy.size)),
+            size=(min(rows, extent - start), *copy.size[1:]),
+        )
+
+
+def _down(offset: tuple[int, ...], rows: int, dimensions: int) -> tuple[int, ...]:
+    """The offset so many rows further on: along the first axis that the block's size has."""
+    row = len(offset) - dimensions
+    return *offset[:row], offset[row] + rows, *offset[row + 1 :]
