@@ -265,7 +265,8 @@ def _index(folder: Path, shards: Sequence[str]) -> None:
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown family": (
         lambda at: (at / "model/config.json").write_text('{"model_type": "gpt2"}'),
-        "model: FOLDER/model/config.json: model_type 'gpt2' is not a family we know: known are llama, qwen2, qwen3",
+        "model: FOLDER/model/config.json: model_type 'gpt2' is not a family we know: known are llama, mixtral, qwen2, "
+        "qwen3, qwen3_moe",
     ),
     "no tokenizer": (
         lambda at: [path.unlink() for path in (at / "model").glob("tokenizer*")],
@@ -436,6 +437,14 @@ def test_resuming_with_another_model(project: Project) -> None:
     assert project.report().errors == (f"roles.critic.model: {at}/other differs from {at}/model, {rest}",)
     _begin_run(project, step=5)
     assert project.report() == Report()
+
+
+def test_mixtures_of_experts_are_not_trained_yet(project: Project) -> None:
+    write_model(project.folder / "experts", model_type="mixtral", num_local_experts=2)
+    assert project.report("model=experts").errors == (
+        f"model: {project.folder}/experts is a mixture of experts (mixtral), which can be planned and converted but "
+        "not yet trained: give a dense model",
+    )
 
 
 def test_resuming_with_another_number_of_steps(project: Project) -> None:
