@@ -7,10 +7,10 @@ The ranks that hold a block are equals but for where they are. A rank that wants
 3. else from another node. The block then enters the node once, at one of those that want it, which passes it on to the
    others: the second wave.
 
-Among equals, ranks take turns. Every block has a turn, which counts the blocks that its holders hold, the largest
-first. The deliveries of a block across nodes are numbered too, so that all deliveries of a set of holders that serve
-the same nodes are numbered through, and go round the holders: none sends more than one (the largest) block beyond
-another. Nobody needs to know what others were asked for: there is no running load.
+Among equals, ranks take turns. Every block has a turn: its number among the blocks of its shard, the largest first and
+those of a kind (all layers' query weights, say) in a row. Its deliveries across nodes are numbered on from there, and
+the numbers go round the holders. So of each kind, none sends more than one block beyond another, and nobody needs to
+know what others were asked for: there is no running load.
 """
 
 from __future__ import annotations
