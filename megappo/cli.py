@@ -86,7 +86,7 @@ def _bench(options: argparse.Namespace) -> int:
 
     if options.size not in QWEN:
         return _refuse(f"--size {options.size}: not a size: sizes are {', '.join(QWEN)}")
-    more = {"train": False} if options.name == "training" and options.forward_only else {}
+    more = {"optimizer": False} if options.name == "training" and options.no_optimizer else {}
     importlib.import_module(f"megappo.bench.{options.name}").run(options.size, options.models, options.out, **more)
     return 0
 
@@ -148,13 +148,13 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "measure a part against its bare counterpart, in one run"
     command = commands.add_parser("bench", help=text, description=text)
-    command.add_argument("name", choices=("rollout", "training", "sync"))
+    command.add_argument("name", choices=("rollout", "training", "sync", "step"))
     command.add_argument(
-        "--size", default="0.5b", help="shape of the model, with random weights: 0.5b, 1.5b, 7b or tiny"
+        "--size", default="0.5b", help="shape of the model, with random weights: 0.4b, 0.5b, 1.5b, 7b, tiny"
     )
     command.add_argument("--models", default="runs/bench", metavar="DIR", help="where models are made and kept")
     command.add_argument("--out", metavar="FILE", help="JSON file to add the table to")
-    command.add_argument("--forward-only", action="store_true", help="training: leave out the update")
+    command.add_argument("--no-optimizer", action="store_true", help="training: an update ends with the gradients")
     command.set_defaults(run=_bench)
 
     text = "make or convert prompt files"

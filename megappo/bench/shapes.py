@@ -11,12 +11,16 @@ from safetensors.torch import save_file
 from megappo.models.spec import read_model_spec
 
 QWEN = {
+    "0.4b": (24, 896, 14, 2, 4864, True, 49152),
     "0.5b": (24, 896, 14, 2, 4864, True, 151936),
     "1.5b": (28, 1536, 12, 2, 8960, True, 151936),
     "7b": (28, 3584, 28, 4, 18944, False, 152064),
     "tiny": (4, 128, 4, 2, 256, True, 1024),
 }
-"""Qwen2.5: layers, hidden size, heads, key/value heads, MLP size, tied embeddings, vocabulary; and a tiny one."""
+"""Qwen2.5: layers, hidden size, heads, key/value heads, MLP size, tied embeddings, vocabulary.
+
+0.4b is the smallest with a smaller vocabulary; tiny is for trying things out.
+"""
 
 
 def make_qwen(folder: str | Path, size: str, *, device: str = "cpu") -> Path:
@@ -61,3 +65,17 @@ def make_qwen(folder: str | Path, size: str, *, device: str = "cpu") -> Path:
         save_file(tensors, folder / file, metadata={"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def add_tokenizer(folder: str | Path) -> None:
+    """Give a model folder a tokenizer for which each of :data:`LETTERS` is a token."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate(("<unk>", "<eos>", *LETTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>").save_pretrained(folder)

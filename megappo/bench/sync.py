@@ -65,7 +65,7 @@ def run(size: str, folder: str, out: str | None) -> None:
     found = engine.engine.collective_rpc("megappo_checksums")[0]
     if abs(found["model.norm.weight"] - sums["norm"]) > 1e-3 or found["model.embed_tokens.weight"] != sums["embedding"]:
         raise BenchError(f"the engine holds other weights: {found['model.norm.weight']}, not {sums['norm']}")
-    copy = _device_copy(received)
+    copy = device_copy(received)
     sync = sorted(times)[len(times) // 2]
     row: dict[str, float | str] = {
         "size": size,
@@ -101,7 +101,7 @@ def _trainer(pipe: Connection, model: str, transfer: TransferSpec, port: int) ->
     pipe.recv()
 
 
-def _device_copy(size: int) -> float:
+def device_copy(size: int) -> float:
     """Seconds of one copy of ``size`` bytes on the device."""
     source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
     times = []

@@ -1,9 +1,9 @@
-"""The actor's update and log-probability pass against a bare Megatron loop over the same tokens."""
+"""A role's update and scoring pass against a bare Megatron loop over the same tokens, with the same optimizer."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,70 +17,162 @@ from megappo.config import OptimizerConfig, PPOConfig
 from megappo.data import batch
 from megappo.layout.mesh import Layout
 
+SEQUENCES, LENGTH = 32, 512
+"""Sequences of one mini-batch, in one micro-batch, and the tokens of each."""
 
-def run(size: str, folder: str, out: str | None, *, sequences: int = 32, length: int = 512, train: bool = True) -> None:
-    """Measure: the median of five after two warm-ups, first ours, then bare.
+
+def run(size: str, folder: str, out: str | None, *, optimizer: bool = True) -> None:
+    """Measure the actor: the median of five after two warm-ups, first ours, then bare.
 
     Args:
-        train: include the update, whose optimizer state a large model has no room for.
+        optimizer: include the optimizer's step, whose state a large model has no room for.
     """
-    from megappo.models.process_groups import init_world, seed_dropout
-    from megappo.reshard.gloo import host_store
-    from megappo.workers.megatron_role import MegatronRole
     from megappo.workers.objectives import ActorObjective
-    from megappo.workers.settings import MiniBatch, RoleSettings, Totals
+    from megappo.workers.settings import MiniBatch, Totals
 
     on_cuda = torch.cuda.is_available()
     model = make_qwen(Path(folder) / size, size, device="cuda" if on_cuda else "cpu")
-    store = host_store("127.0.0.1", 60)
-    init_world(0, 1, "127.0.0.1", store.port, 600)
-    seed_dropout(0)
-    ppo = PPOConfig(mini_batch=sequences, actor_lr=1e-6, critic_lr=1e-6, optimizer=OptimizerConfig())
-    rows = _rows(sequences, length)
-    tokens = sequences * (length - 1)
-    dtype = "bfloat16" if on_cuda else "float32"
-    role = MegatronRole(
-        RoleSettings(str(model), Layout(), dtype, sequences * length, optimizer=ppo.optimizer if train else None)
-    )
-    results: dict[str, float] = {}
-    results["log-probabilities, ours"] = _median(lambda: role.logprobs(rows, column="logprobs", temperature=1.0))
-    mini = MiniBatch(batch.column(rows, "id"), Totals(sequences, tokens))
-    if train:
-        results["update, ours"] = _median(lambda: role.update(rows, [mini], ActorObjective(ppo, 1.0), 1e-6))
+    join_alone()
+    role = make_role(model, SEQUENCES * LENGTH, optimizer=optimizer)
+    rows, ppo = make_rows(SEQUENCES, 1, LENGTH), PPOConfig(mini_batch=SEQUENCES, actor_lr=1e-6, critic_lr=1e-6)
+    tokens = SEQUENCES * (LENGTH - 1)
+    mini = MiniBatch(batch.column(rows, "id"), Totals(SEQUENCES, tokens))
+    ours = {
+        "log-probabilities": median(lambda: role.logprobs(rows, column="logprobs", temperature=1.0)),
+        "update": median(lambda: role.update(rows, [mini], ActorObjective(ppo, 1.0), 1e-6)),
+    }
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_cuda else float("nan")
+    bare = BareLoop(role)
+    micros = bare.micro_batches(rows)
+    plain = {"log-probabilities": median(lambda: bare.forward(micros)), "update": median(lambda: bare.step([micros]))}
+    title = f"training {size}" + ("" if optimizer else " (gradients only: no optimizer)")
+    show(
+        title,
+        [
+            {
+                "size": size,
+                "pass": name,
+                "ours tokens/s": tokens / ours[name],
+                "bare tokens/s": tokens / plain[name],
+                "ours / bare": plain[name] / ours[name],
+                "peak GiB, ours": peak,
+            }
+            for name in ours
+        ],
+        out,
+    )
 
-    micro = role._micro_batches(rows, ("logprobs", "advantages"))[0]
-    bare = _bare_loss(role)
-    role.model.eval()
-    with torch.no_grad():
-        results["log-probabilities, bare"] = _median(lambda: bare(micro))
-    if train:
 
-        def bare_step() -> None:
+def join_alone() -> None:
+    """Make this process a world of its own."""
+    from megappo.models.process_groups import init_world, seed_dropout
+    from megappo.reshard.gloo import host_store
+
+    _stores.append(host_store("127.0.0.1", 60))
+    init_world(0, 1, "127.0.0.1", _stores[-1].port, 600)
+    seed_dropout(0)
+
+
+_stores: list[Any] = []
+"""Kept open as long as the process runs."""
+
+
+def make_role(model: Path, micro_batch_tokens: int, *, critic: bool = False, optimizer: bool = True) -> Any:
+    """A role that trains; without ``optimizer``, one whose steps end with the gradients."""
+    from megappo.workers.megatron_role import MegatronRole
+    from megappo.workers.optimizer import wrap_for_training
+    from megappo.workers.settings import RoleSettings
+
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    settings = OptimizerConfig() if optimizer else None
+    role = MegatronRole(RoleSettings(str(model), Layout(), dtype, micro_batch_tokens, critic, settings))
+    if not optimizer:
+        role.model.requires_grad_(True)
+        role.trained, role.optimizer = wrap_for_training(role.model, role.groups), NoOptimizer()
+    return role
+
+
+class NoOptimizer:
+    """Stands for the optimizer where its state has no room; only for what is measured without it."""
+
+    param_groups = ()
+
+    def zero_grad(self) -> None:
+        """Nothing is kept here."""
+
+    def step(self) -> tuple[bool, float, None]:
+        """As if a step had been taken: (taken, gradient norm, zeros in it)."""
+        return True, 0.0, None
+
+
+class BareLoop:
+    """The same model as Megatron itself would run it: whole logits, its own cross-entropy, every token."""
+
+    def __init__(self, role: Any) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+        if not parallel_state.model_parallel_is_initialized():  # Megatron's cross-entropy knows only its own globals
+            parallel_state.destroy_global_memory_buffer()
+            parallel_state.initialize_model_parallel()
+        self.role, self.cross_entropy = role, vocab_parallel_cross_entropy
+
+    def micro_batches(self, rows: pa.Table) -> list[Any]:
+        """Packed as the role packs them, in halves where whole logits would not fit beside the activations."""
+        from megappo.models.process_groups import device
+        from megappo.workers.micro_batch import make_micro_batches
+
+        budget = self.role.settings.micro_batch_tokens
+        if torch.cuda.is_available() and not self.role.settings.scalar_head:
+            logits = 14 * budget * self.role.spec.vocab_size  # in bfloat16, in float32, and the gradients of both
+            free = torch.cuda.get_device_properties().total_memory - torch.cuda.memory_allocated()
+            budget = budget if logits < 0.3 * free else budget // 2
+        return make_micro_batches(rows, token_budget=budget, multiple=1, columns=(), device=device())
+
+    def forward(self, micros: Sequence[Any]) -> None:
+        """One pass without gradients."""
+        self.role.model.eval()
+        with torch.no_grad():
+            for micro in micros:
+                self._loss_t(micro)
+
+    def step(self, mini_batches: Sequence[Sequence[Any]]) -> None:
+        """One optimizer step for each mini-batch."""
+        role = self.role
+        role.trained.train()
+        for micros in mini_batches:
             role.trained.zero_grad_buffer()
             role.optimizer.zero_grad()
-            bare(micro).mean().backward()
+            for micro in micros:
+                self._loss_t(micro).mean().backward()
             role.model.config.finalize_model_grads_func([role.trained])
             role.optimizer.step()
 
-        role.trained.train()
-        results["update, bare"] = _median(bare_step)
-    table: list[dict[str, float | str]] = []
-    for what in ("log-probabilities", *(["update"] if train else [])):
-        ours, plain = tokens / results[f"{what}, ours"], tokens / results[f"{what}, bare"]
-        table.append(
-            {"size": size, "pass": what, "ours tokens/s": ours, "bare tokens/s": plain, "ours / bare": ours / plain}
+    def _loss_t(self, micro: Any) -> torch.Tensor:
+        model = self.role.model
+        hidden = model.decoder(
+            hidden_states=model.embedding(micro.input_ids_1t, micro.position_ids_1t),
+            attention_mask=None,
+            rotary_pos_emb=model.rotary_pos_emb(micro.packed.max_seqlen_q, packed_seq=True),
+            packed_seq_params=micro.packed,
         )
-    show(f"training {size}", [{**row, "peak GiB, ours": peak} for row in table], out)
+        if self.role.settings.scalar_head:
+            return torch.nn.functional.linear(hidden, model.output_layer.weight).float().square()
+        labels = micro.input_ids_1t.roll(-1, 1).transpose(0, 1).contiguous()
+        logits = torch.nn.functional.linear(hidden, model.head_weight)
+        return self.cross_entropy(logits.float(), labels)
 
 
-def _rows(sequences: int, length: int) -> pa.Table:
-    rng, response = np.random.default_rng(0), length - 1
+def make_rows(sequences: int, prompt: int, length: int, seed: int = 0) -> pa.Table:
+    """Rows of ``length`` random tokens, ``prompt`` of them the prompt's, with what an update reads."""
+    rng, response = np.random.default_rng(seed), length - prompt
     lengths, total = [response] * sequences, sequences * response
     return pa.table(
         {
             "id": pa.array(range(sequences)),
-            "prompt_ids": batch.ragged(rng.integers(0, 1000, sequences).astype(np.int32), [1] * sequences),
+            "prompt_ids": batch.ragged(
+                rng.integers(0, 1000, sequences * prompt).astype(np.int32), [prompt] * sequences
+            ),
             "response_ids": batch.ragged(rng.integers(0, 1000, total).astype(np.int32), lengths),
             "logprobs": batch.ragged(np.full(total, -11.9, np.float32), lengths),
             "advantages": batch.ragged(rng.standard_normal(total).astype(np.float32), lengths),
@@ -88,39 +180,16 @@ def _rows(sequences: int, length: int) -> pa.Table:
     )
 
 
-def _bare_loss(role: Any) -> Callable[[Any], torch.Tensor]:
-    """The same model as Megatron itself would run it: whole logits, its own cross-entropy, every token."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-    parallel_state.destroy_global_memory_buffer()
-    parallel_state.initialize_model_parallel()  # Megatron's cross-entropy knows only its own globals
-    model = role.model
-    targets: dict[int, torch.Tensor] = {}
-
-    def loss(micro: Any) -> torch.Tensor:
-        labels = targets.setdefault(id(micro), micro.input_ids_1t.roll(-1, 1).transpose(0, 1).contiguous())
-        hidden = model.decoder(
-            hidden_states=model.embedding(micro.input_ids_1t, micro.position_ids_1t),
-            attention_mask=None,
-            rotary_pos_emb=model.rotary_pos_emb(micro.packed.max_seqlen_q, packed_seq=True),
-            packed_seq_params=micro.packed,
-        )
-        logits = torch.nn.functional.linear(hidden, model.head_weight)
-        return vocab_parallel_cross_entropy(logits.float(), labels)
-
-    return loss
-
-
-def _median(function: Callable[[], Any]) -> float:
+def median(function: Callable[[], Any], *, warm_ups: int = 2, repeats: int = 5) -> float:
+    """Seconds of one call."""
     times = []
-    for turn in range(7):
+    for turn in range(warm_ups + repeats):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         began = time.perf_counter()
         function()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        if turn >= 2:
+        if turn >= warm_ups:
             times.append(time.perf_counter() - began)
     return float(np.median(times))

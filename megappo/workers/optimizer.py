@@ -38,17 +38,7 @@ def make_trainable(
         and never divided: the loss already holds its weights.
     """
     _repair_torch_adam()
-    wrapped = DistributedDataParallel(
-        config=model.config,
-        ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=False,
-            use_distributed_optimizer=True,
-            check_for_nan_in_grad=False,
-        ),
-        module=model,
-        pg_collection=groups,
-    )
+    wrapped = wrap_for_training(model, groups)
     config = MegatronOptimizerConfig(
         optimizer="adam",
         lr=0.0,  # set before every step
@@ -65,8 +55,23 @@ def make_trainable(
     set_hyper_parameters(optimizer, settings)
     _allocate_state(optimizer)
     model.config.grad_scale_func = optimizer.scale_loss
-    model.config.finalize_model_grads_func = partial(_finalize, groups=groups)
     return wrapped, optimizer
+
+
+def wrap_for_training(model: GPTModel, groups: ProcessGroupCollection) -> DistributedDataParallel:
+    """Move the weights into one buffer and give them gradients, which backward passes add to."""
+    model.config.finalize_model_grads_func = partial(_finalize, groups=groups)
+    return DistributedDataParallel(
+        config=model.config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            use_distributed_optimizer=True,
+            check_for_nan_in_grad=False,
+        ),
+        module=model,
+        pg_collection=groups,
+    )
 
 
 def set_hyper_parameters(optimizer: Any, settings: OptimizerConfig) -> None:

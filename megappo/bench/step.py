@@ -1,0 +1,139 @@
+"""A whole PPO step on one GPU that all roles share, against the sum of its bare parts.
+
+The parts are what no program can leave out: generation by vLLM's own ``LLM.generate``, forward passes of actor,
+reference and critic, Megatron's own training loops for both, and one copy of the weights on the device.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from megappo.bench import rollout, training
+from megappo.bench.shapes import LETTERS, add_tokenizer, make_qwen
+from megappo.bench.sync import device_copy
+from megappo.bench.table import BenchError, show
+
+STEPS, WARM_UPS = 6, 2
+MINI_BATCH, MICRO_BATCH_TOKENS = 128, 32_768
+LENGTH = rollout.PROMPT + rollout.RESPONSE
+PHASES = ("gen", "sleep", "old_log_prob", "ref", "values", "update_critic", "update_actor", "wake", "update_weights")
+
+CONFIG = """
+run: {{dir: {run}, steps: {steps}, seed: 1, device: {device}, dtype: {dtype}, dump_rollouts: false}}
+model: {model}
+data: {{train: {data}, prompts_per_step: {prompts}, max_prompt: {prompt}, max_response: {response}}}
+pools: {{all: {{devices_per_node: 1}}}}
+roles:
+  actor: {{pool: all, micro_batch_tokens: {tokens}}}
+  critic: {{pool: all, micro_batch_tokens: {tokens}}}
+  reference: {{pool: all, micro_batch_tokens: {tokens}}}
+  rollout: {{pool: all, max_sequences: {prompts}, memory_fraction: 0.35, sleep: "off"}}
+  reward: {{function: megappo.rewards.arithmetic}}
+ppo: {{mini_batch: {mini_batch}, actor_lr: 1.0e-6, critic_lr: 1.0e-5, kl: {{in_reward: true, coef: 0.001}}}}
+"""
+
+
+def run(size: str, folder: str, out: str | None) -> None:
+    """Train some steps, then measure the parts in processes of their own.
+
+    Raises:
+        BenchError: a part could not be measured.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = make_qwen(Path(folder) / size, size, device=device)
+    add_tokenizer(model)
+    log = _train(model, Path(folder) / f"{size}-step", device)
+    parts = {**_apart(_bare_generation, model), **_apart(_bare_passes, model)}
+    whole, bare = float(np.median([step["timing_s/step"] for step in log])), sum(parts.values())
+    row: dict[str, float | str] = {"size": size, "step s": whole, "parts s": bare, "step / parts": whole / bare}
+    driver = {"driver %": 100 * float(np.median([step["perf/driver_share"] for step in log]))}
+    show(f"step {size}", [{**row, **driver}], out)
+    show(f"step {size}: seconds of each phase", [_medians(log)], out)
+    show(f"step {size}: seconds of each bare part", [parts], out)
+
+
+def _train(model: Path, folder: Path, device: str) -> list[dict[str, float]]:
+    """Metrics of the steps after the warm-ups."""
+    from megappo.config import load_config
+    from megappo.trainer import train
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    _write_prompts(folder / "train.parquet")
+    sizes = {"prompts": rollout.PROMPTS, "prompt": rollout.PROMPT, "response": rollout.RESPONSE}
+    limits = {"steps": STEPS, "mini_batch": MINI_BATCH, "tokens": MICRO_BATCH_TOKENS}
+    where = {"run": folder / "run", "model": model, "data": folder / "train.parquet"}
+    how = {"device": device, "dtype": "bfloat16" if device == "cuda" else "float32"}
+    (folder / "config.yaml").write_text(CONFIG.format(**sizes, **limits, **where, **how))
+    train(load_config(folder / "config.yaml"))
+    lines = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
+    return [line["metrics"] for line in lines if line["step"] > WARM_UPS]
+
+
+def _write_prompts(path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = [
+        {
+            "data_source": "random",
+            "prompt": "".join(rng.choice(list(LETTERS), rollout.PROMPT)),
+            "reward_model": {"style": "rule", "ground_truth": str(index)},
+        }
+        for index in range(rollout.PROMPTS)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def _medians(log: list[dict[str, float]]) -> dict[str, float]:
+    names = [f"timing_s/{phase}" for phase in PHASES if f"timing_s/{phase}" in log[0]]
+    return {name.removeprefix("timing_s/"): float(np.median([step[name] for step in log])) for name in names}
+
+
+def _apart(function: Callable[..., Any], *args: Any) -> Any:
+    """Call in a process of its own, which leaves the device as it was."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    process = context.Process(target=_call, args=(queue, function, args))
+    process.start()
+    process.join()
+    if process.exitcode != 0:
+        raise BenchError(f"{function.__name__} ended with status {process.exitcode}")
+    return queue.get()
+
+
+def _call(queue: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    queue.put(function(*args))
+
+
+def _bare_generation(model: Path) -> dict[str, float]:
+    engine = rollout.make_engine(model)
+    return {"generation": training.median(lambda: rollout.bare(engine), warm_ups=1, repeats=3)}
+
+
+def _bare_passes(model: Path) -> dict[str, float]:
+    training.join_alone()
+    rows = training.make_rows(rollout.PROMPTS, rollout.PROMPT, LENGTH)
+    seconds: dict[str, float] = {}
+    for critic in (False, True):
+        bare = training.BareLoop(training.make_role(model, MICRO_BATCH_TOKENS, critic=critic))
+        micros = bare.micro_batches(rows)
+        minis = [bare.micro_batches(rows.slice(at, MINI_BATCH)) for at in range(0, rollout.PROMPTS, MINI_BATCH)]
+        forward = training.median(partial(bare.forward, micros), warm_ups=1, repeats=3)
+        update = training.median(partial(bare.step, minis), warm_ups=1, repeats=3)
+        if critic:
+            seconds |= {"values": forward, "critic": update}
+        else:
+            weights = sum(param.nbytes for param in bare.role.params.values())
+            seconds |= {"log-probabilities": forward, "reference": forward, "actor": update}
+            seconds["weights"] = device_copy(weights) if torch.cuda.is_available() else 0.0
+    return seconds
