@@ -48,7 +48,7 @@ class Checkpoints:
         yield partial
         if not (partial / STATE_NAME).is_file():
             raise RuntimeError(f"{partial}: the checkpoint was not finished")
-        _sync_tree(partial)
+        sync_tree(partial)
         self._before_naming()
         if final.exists():
             shutil.rmtree(final)
@@ -74,7 +74,7 @@ class Checkpoints:
         return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
-def _sync_tree(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
     """Have everything on the disk before the rename says it is there."""
     for path in folder.rglob("*"):
         _sync(path)

@@ -91,6 +91,14 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
+def _convert(options: argparse.Namespace) -> int:
+    from megappo.convert.command import Options, convert
+
+    chosen = {name: value for name, value in vars(options).items() if name in Options.__dataclass_fields__}
+    convert(options.source, options.destination, Options(**chosen), print)
+    return 0
+
+
 def _config(options: argparse.Namespace) -> int:
     for dotted, legal, default, help_text in describe_config():
         print(f"{dotted}: {default}\n    {help_text} ({legal})")
@@ -156,6 +164,23 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--out", metavar="FILE", help="JSON file to add the table to")
     command.add_argument("--no-optimizer", action="store_true", help="training: an update ends with the gradients")
     command.set_defaults(run=_bench)
+
+    text = "convert a Hugging Face folder to a Megatron checkpoint, or a checkpoint or run to a Hugging Face folder"
+    command = commands.add_parser("convert", help=text, description=text)
+    command.add_argument("source", metavar="SRC", help="Hugging Face folder, torch_dist checkpoint, or a run's folder")
+    command.add_argument("destination", metavar="DST", help="folder to make")
+    command.add_argument("--to", choices=("hf", "megatron"), help="default: the format that SRC is not in")
+    command.add_argument("--tp", type=int, default=1, metavar="N", help="to megatron: cut the files for N tensor ranks")
+    command.add_argument("--pp", type=int, default=1, metavar="N", help="to megatron: and N pipeline stages")
+    command.add_argument("--role", default="actor", choices=("actor", "critic"), help="whose weights, of a run")
+    command.add_argument("--model", metavar="DIR", help="to hf: Hugging Face folder to take config and tokenizer from")
+    command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: as in SRC")
+    command.add_argument("--shard-gb", type=float, default=4.0, metavar="X", help="to hf: limit of a shard, 10^9 bytes")
+    command.add_argument("--bucket-mb", type=int, default=32, metavar="N", help="memory of a process's piece of work")
+    command.add_argument("--processes", type=int, default=0, metavar="N", help="default: one a core, at most 8")
+    command.add_argument("--overwrite", action="store_true", help="replace DST if it is there")
+    command.add_argument("--verify", action="store_true", help="compare both sides: weights, and outputs if small")
+    command.set_defaults(run=_convert)
 
     text = "make or convert prompt files"
     kinds = commands.add_parser("data", help=text, description=text).add_subparsers(metavar="KIND", required=True)

@@ -19,6 +19,9 @@ class ModelError(ValueError):
         super().__init__("\n".join(problems))
         self.problems = tuple(problems)
 
+    def __reduce__(self) -> tuple[type[ModelError], tuple[list[str]]]:
+        return type(self), (list(self.problems),)  # survives the way from one process to another
+
 
 @dataclass(frozen=True)
 class Llama3RopeScaling:

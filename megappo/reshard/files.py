@@ -68,7 +68,8 @@ def load_weights(
         readers = {path: stack.enter_context(_open(path)) for path in sorted(set(files.values()))}
         _check_index(files, {path: set(reader.keys()) for path, reader in readers.items()})
         slices = {name: readers[path].get_slice(name) for name, path in files.items()}
-        _check_tensors(folder, slices, {name: shape for name, shape in shapes.items() if name not in fresh})
+        found = {name: tuple(slice_.get_shape()) for name, slice_ in slices.items()}
+        check_tensors(folder, found, {name: shape for name, shape in shapes.items() if name not in fresh})
         with torch.no_grad():
             for param in params.values():
                 param.zero_()
@@ -97,18 +98,23 @@ def _check_index(files: Mapping[str, Path], held: Mapping[Path, set[str]]) -> No
         raise ModelError([f"{path}: lacks tensor {name}, which the index places there" for path, name in sorted(lost)])
 
 
-def _check_tensors(folder: str | Path, slices: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]) -> None:
+def check_tensors(
+    folder: str | Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Compare the tensors of a folder, by name and shape, with what the family expects.
+
+    Raises:
+        ModelError: listing all that are missing, not expected, or have another shape.
+    """
     optional = {"lm_head.weight", "score.weight"}  # a tied head may be written out; a critic does not use either
-    problems = [
-        f"{folder}: tensor {name} {list(expected[name])} is missing" for name in expected.keys() - slices.keys()
-    ]
-    for name in slices.keys() - expected.keys() - optional:
+    problems = [f"{folder}: tensor {name} {list(expected[name])} is missing" for name in expected.keys() - found.keys()]
+    for name in found.keys() - expected.keys() - optional:
         if not name.endswith(IGNORED):
             problems.append(f"{folder}: tensor {name} is not part of this family")
-    for name in slices.keys() & expected.keys():
-        if tuple(slices[name].get_shape()) != tuple(expected[name]):
+    for name in found.keys() & expected.keys():
+        if found[name] != expected[name]:
             problems.append(
-                f"{folder}: tensor {name} has shape {slices[name].get_shape()}, config.json says {list(expected[name])}"
+                f"{folder}: tensor {name} has shape {list(found[name])}, config.json says {list(expected[name])}"
             )
     if problems:
         raise ModelError(sorted(problems))

@@ -1,0 +1,130 @@
+"""The conversion as one call: look at everything first, then write, then compare."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megappo.convert.destination import check_destination, is_made, writing
+from megappo.convert.source import Source, find_source
+from megappo.convert.to_hugging_face import ToHuggingFace
+from megappo.convert.to_megatron import ToMegatron
+from megappo.layout.mesh import Layout
+from megappo.models.spec import ModelError
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to convert.
+
+    Attributes:
+        to: "hf" or "megatron"; by default the one that the source is not.
+        tp, pp: to Megatron: whose ranks' parts the files will be.
+        role: of a run's checkpoint.
+        model: folder of the config and tokenizer of a Megatron checkpoint that does not say.
+        dtype: "bfloat16", "float16" or "float32"; by default the weights' own.
+        shard_gb: to Hugging Face: limit of a shard, in 10^9 bytes.
+        bucket_mb: limit of a piece of work in memory, in 2^20 bytes.
+        processes: that share the work; 0: one for each core, 8 at most.
+        overwrite: replace what is at the destination.
+        verify: compare both sides in the end.
+    """
+
+    to: str | None = None
+    tp: int = 1
+    pp: int = 1
+    role: str = "actor"
+    model: str | None = None
+    dtype: str | None = None
+    shard_gb: float = 4.0
+    bucket_mb: int = 32
+    processes: int = 0
+    overwrite: bool = False
+    verify: bool = False
+
+
+def convert(source: str | Path, destination: str | Path, options: Options, say: Callable[[str], None]) -> None:
+    """Convert ``source`` into the new folder ``destination``.
+
+    Args:
+        say: told what was done, a line at a time.
+
+    Raises:
+        ModelError: something is wrong with the source, the destination or the options; nothing was written.
+        ShareError: a process died; nothing is left at ``destination``.
+        VerifyError: the two sides differ.
+    """
+    found = find_source(Path(source), options.role, Path(options.model) if options.model else None)
+    folder = Path(destination)
+    _check(found, folder, options)
+    record = _record(found, options)
+    if is_made(folder, record):
+        say(f"{folder}: is there already, made from the same: nothing to do")
+    else:
+        _write(found, folder, options, record, say)
+    if options.verify:
+        from megappo.convert.verify import verify
+
+        to_hf = found.format == "megatron"
+        pair = (folder, found.folder) if to_hf else (found.folder, folder)
+        say(verify(*pair, to_hf=to_hf, processes=_processes(options), bucket_bytes=options.bucket_mb * 2**20))
+
+
+def _write(found: Source, folder: Path, options: Options, record: dict[str, Any], say: Callable[[str], None]) -> None:
+    begin = time.monotonic()
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    bucket_bytes = options.bucket_mb * 2**20
+    work: ToMegatron | ToHuggingFace
+    if found.format == "hf":
+        work = ToMegatron(found.folder, dtype, Layout(tp=options.tp, pp=options.pp), bucket_bytes)
+    else:
+        shard_bytes = int(options.shard_gb * 1e9)
+        work = ToHuggingFace(found.folder, found.model_folder, dtype, shard_bytes, bucket_bytes)
+    check_destination(folder, overwrite=options.overwrite, needed_bytes=work.num_bytes)
+    try:
+        with writing(folder, record) as partial:
+            work.write(partial, _processes(options))
+    except OSError as error:
+        raise ModelError([f"{folder}: cannot be written ({error}): free or change its disk"]) from None
+    head = "scalar" if work.scalar_head else "language-model"
+    say(
+        f"{folder}: {work.spec.family} with a {head} head, {work.num_bytes / 1e9:.2f} GB "
+        f"in {time.monotonic() - begin:.1f} s"
+    )
+
+
+def _processes(options: Options) -> int:
+    return options.processes or min(len(os.sched_getaffinity(0)), 8)
+
+
+def _check(found: Source, folder: Path, options: Options) -> None:
+    """What is wrong with the call itself."""
+    other = {"hf": "megatron", "megatron": "hf"}[found.format]
+    problems = []
+    if options.to not in (None, other):
+        problems.append(f"--to {options.to}: {found.folder} is in that format already: give --to {other}, or copy it")
+    if found.format == "megatron" and (options.tp, options.pp) != (1, 1):
+        problems.append("--tp, --pp: a Hugging Face folder has no layout: leave them out")
+    for name in ("tp", "pp", "shard_gb", "bucket_mb"):
+        if getattr(options, name) <= 0:
+            problems.append(f"--{name.replace('_', '-')} {getattr(options, name)}: must be positive")
+    if options.processes < 0:
+        problems.append(f"--processes {options.processes}: must be at least 1")
+    inside = folder.resolve()
+    if found.folder.resolve() in (inside, *inside.parents) or inside in found.folder.resolve().parents:
+        problems.append(f"{folder}: lies in {found.folder} or around it: choose a DST elsewhere")
+    if problems:
+        raise ModelError(problems)
+
+
+def _record(found: Source, options: Options) -> dict[str, Any]:
+    """What decides the result: if this is the same, so is the result."""
+    files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in found.weight_files()}
+    chosen = {name: asdict(options)[name] for name in ("tp", "pp", "dtype", "shard_gb", "bucket_mb")}
+    return {"source": str(found.folder.resolve()), "model": str(found.model_folder.resolve()), "files": files, **chosen}

@@ -1,0 +1,85 @@
+"""Work shared among processes that do not talk to each other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+
+
+class ShareError(RuntimeError):
+    """A process that shared the work failed or died."""
+
+
+def shared(work: Callable[[Item], Any], items: Sequence[Item], sizes: Sequence[int], processes: int) -> list[Any]:
+    """``[work(item) for item in items]`` by several processes, each with items of about the same size in all.
+
+    Args:
+        work: needs no lock: no two items touch the same bytes.
+        sizes: of the items, to balance them.
+        processes: at most; with one, this process works itself.
+
+    Raises:
+        ShareError: a process died.
+        Exception: what ``work`` raised, from whichever process.
+    """
+    processes = min(processes, len(items))
+    if processes <= 1:
+        return [work(item) for item in items]
+    shares: list[list[int]] = [[] for _ in range(processes)]
+    loads = [0] * processes
+    for number in sorted(range(len(items)), key=lambda n: -sizes[n]):
+        least = loads.index(min(loads))
+        shares[least].append(number)
+        loads[least] += sizes[number]
+    context = multiprocessing.get_context("fork")  # started at once, and torch's pages stay shared
+    started = []
+    try:
+        for share in shares:
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_work, args=(work, items, sorted(share), theirs, os.getpid()))
+            process.start()
+            theirs.close()
+            started.append((process, ours))
+        results: dict[int, Any] = {}
+        for process, ours in started:
+            results.update(_received(process, ours))
+        return [results[number] for number in range(len(items))]
+    finally:
+        for process, ours in started:
+            process.kill()  # of no effect where it is done
+            process.join()
+            ours.close()
+
+
+def _work(work: Callable[[Any], Any], items: Sequence[Any], share: list[int], pipe: Connection, parent: int) -> None:
+    torch.set_num_threads(1)
+    try:
+        done = {}
+        for number in share:
+            if os.getppid() != parent:
+                os._exit(1)  # whoever started this was killed: what it left may be begun again by others
+            done[number] = work(items[number])
+        pipe.send(done)
+    except BaseException as error:
+        pipe.send(error)
+
+
+def _received(process: Any, pipe: Connection) -> dict[int, Any]:
+    try:
+        result = pipe.recv()
+    except EOFError:
+        process.join()
+        raise ShareError(
+            f"a process that shared the work died (exit status {process.exitcode}): out of memory? "
+            "Give fewer --processes, or a smaller --bucket-mb"
+        ) from None
+    if isinstance(result, BaseException):
+        raise result
+    return result

@@ -1,0 +1,158 @@
+"""From a Hugging Face folder to a Megatron checkpoint: the files are laid out, then filled from the shards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import torch
+
+from megappo.convert.companions import copy_companions, says_scalar_head
+from megappo.convert.share import shared
+from megappo.convert.source import COMPANIONS
+from megappo.layout.legality import megatron_model_problems
+from megappo.layout.mesh import Layout, stage_layers
+from megappo.models.spec import ModelError, ModelSpec, read_model_spec
+from megappo.reshard.files import check_tensors
+from megappo.reshard.megatron_tensors import MegatronTensor, megatron_tensors
+from megappo.reshard.safetensors_files import find_tensors
+from megappo.reshard.stored import Stored, copy_block, row_blocks
+from megappo.reshard.torch_dist import Chunk, ChunkFile, write_metadata
+
+FILE_BYTES = 512 * 2**20
+"""About the size of a checkpoint's files, so that several processes can write (and read) one rank's part."""
+
+WEIGHTS = (torch.bfloat16, torch.float16, torch.float32)
+
+LAYER_STATES = (
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "self_attention.core_attention",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+"""Modules whose extra state (of 8-bit training) Megatron wants to find, empty, in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block of one parameter, to be a chunk of one file."""
+
+    file: str
+    tensor: MegatronTensor
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    num_bytes: int
+
+
+class ToMegatron:
+    """A conversion that is known to be possible, and has yet to be done.
+
+    Args:
+        folder: a Hugging Face folder.
+        dtype: of the checkpoint; the tensors' own by default.
+        layout: whose ranks' parts the files will be; any other layout can load them, at the price of more reading.
+        bucket_bytes: limit of a chunk, and so of the memory of a process.
+
+    Raises:
+        ModelError: the folder or the layout cannot be used; every reason is listed.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype | None, layout: Layout, bucket_bytes: int) -> None:
+        self.folder = folder
+        self.spec = read_model_spec(folder)
+        self.found = find_tensors(folder)
+        self.scalar_head = "score.weight" in self.found or says_scalar_head(folder)
+        expected = self.spec.hf_shapes(scalar_head=self.scalar_head)
+        check_tensors(folder, {name: stored.shape for name, stored in self.found.items()}, expected)
+        if problems := list(megatron_model_problems(self.spec, layout.tp, layout.pp)):
+            raise ModelError([f"--{problem}" for problem in problems])
+        self.tensors = megatron_tensors(self.spec, layout.tp, scalar_head=self.scalar_head)
+        self.dtypes = _dtypes(folder, self.tensors, self.found, dtype)
+        self.parts = list(self._parts(layout, bucket_bytes))
+        self.num_bytes = sum(part.num_bytes for part in self.parts)
+        self.bucket_bytes = bucket_bytes
+
+    def write(self, destination: Path, processes: int) -> None:
+        """Write the checkpoint into an empty folder."""
+        chunks = self._make_room(destination)
+        fill = partial(_fill, self.found, destination, self.bucket_bytes)
+        shared(fill, list(zip(self.parts, chunks, strict=True)), [part.num_bytes for part in self.parts], processes)
+        copy_companions(self.folder, destination / COMPANIONS)
+
+    def _parts(self, layout: Layout, bucket_bytes: int) -> Iterator[Part]:
+        """The parameters, cut for the ranks of the layout and to the size of a bucket."""
+        stages = stage_layers(self.spec.num_layers, layout.pp)
+        stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
+        filled: Counter[int] = Counter()
+        for tensor in self.tensors.values():
+            outside = 0 if tensor.name.startswith("embedding.") else layout.pp - 1
+            stage = outside if tensor.layer is None else stage_of[tensor.layer]
+            item = self.dtypes[tensor.name].itemsize
+            for number, (offset, size) in enumerate(tensor.cuts(layout.tp)):
+                rank = layout.rank(tp=number % layout.tp, pp=stage)
+                for begin, extent in row_blocks(offset, size, bucket_bytes // item):
+                    count = prod(extent) * item
+                    yield Part(f"__{rank}_{filled[rank] // FILE_BYTES}.distcp", tensor, begin, extent, count)
+                    filled[rank] += count
+
+    def _make_room(self, destination: Path) -> list[Chunk]:
+        """Lay out the checkpoint: everything but the values of its tensors."""
+        files = {name: ChunkFile(destination, name) for name in dict.fromkeys(part.file for part in self.parts)}
+        with ExitStack() as stack:
+            for file in files.values():
+                stack.enter_context(file)
+            chunks = []
+            for part in self.parts:
+                layer, dtype = part.tensor.layer, self.dtypes[part.tensor.name]
+                front, one = ((), ()) if layer is None else ((layer,), (1,))
+                chunks.append(
+                    files[part.file].reserve(part.tensor.key, (*front, *part.offset), (*one, *part.size), dtype)
+                )
+            objects = {key: files[self.parts[0].file].append([None]) for key in _objects(self.spec)}
+        layers = (self.spec.num_layers,)
+        shapes = {t.key: t.shape if t.layer is None else layers + t.shape for t in self.tensors.values()}
+        write_metadata(destination, shapes, chunks, objects)
+        return chunks
+
+
+def _dtypes(
+    folder: Path, tensors: Mapping[str, MegatronTensor], found: Mapping[str, Stored], wanted: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    """The dtype of each parameter in the checkpoint."""
+    problems, out = [], {}
+    for tensor in tensors.values():
+        own = {found[box.name].dtype for box in tensor.boxes}
+        names = sorted({box.name for box in tensor.boxes})
+        if odd := [name for name in names if found[name].dtype not in WEIGHTS]:
+            problems += [f"{folder}: tensor {name} is {found[name].dtype}: give 16- or 32-bit floats" for name in odd]
+        elif len(own) > 1 and wanted is None:
+            problems.append(
+                f"{folder}: {', '.join(names)} are one parameter in Megatron but differ in dtype: give --dtype"
+            )
+        out[tensor.name] = wanted or own.pop()
+    if problems:
+        raise ModelError(problems)
+    return out
+
+
+def _objects(spec: ModelSpec) -> Iterator[str]:
+    for module in LAYER_STATES:
+        for layer in range(spec.num_layers):
+            yield f"decoder.layers.{module}._extra_state/shard_{layer}_{spec.num_layers}"
+    yield "decoder.final_layernorm._extra_state/shard_0_1"
+
+
+def _fill(found: Mapping[str, Stored], folder: Path, bucket_bytes: int, item: tuple[Part, Chunk]) -> None:
+    """Copy what belongs into a chunk; padding rows stay zero."""
+    part, chunk = item
+    target = replace(chunk.stored(folder), shape=part.size)  # without the axis of layers
+    for name, (there, size), here in part.tensor.overlaps(part.offset, part.size):
+        copy_block(found[name], there, target, here, size, bucket_bytes)

@@ -1,0 +1,75 @@
+"""Both sides of a conversion compared: every weight, and for small models what the two systems compute from them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megappo.convert.share import shared
+from megappo.convert.to_hugging_face import Part, ToHuggingFace
+from megappo.reshard.safetensors_files import find_tensors
+from megappo.reshard.stored import Stored, row_blocks
+
+SMALL = 2 * 10**9
+"""Weights up to which the model is also run on both sides, in float32."""
+
+
+class VerifyError(RuntimeError):
+    """The two sides of a conversion differ."""
+
+
+def verify(folder: Path, checkpoint: Path, *, to_hf: bool, processes: int, bucket_bytes: int) -> str:
+    """Compare a Hugging Face folder and a checkpoint; how, in words.
+
+    Args:
+        to_hf: the folder was made from the checkpoint, else the checkpoint from the folder: where their dtypes differ,
+            the one that was made must be what the other rounds to.
+
+    Raises:
+        VerifyError: they differ; names the tensors, or the largest difference of outputs.
+    """
+    sides = ToHuggingFace(checkpoint, folder, None, 1, bucket_bytes)
+    compare = partial(_differing, checkpoint, find_tensors(folder), bucket_bytes, to_hf)
+    differing = shared(compare, sides.parts, [part.num_bytes for part in sides.parts], processes)
+    if names := sorted({name for part in differing for name in part}):
+        raise VerifyError(f"{len(names)} tensors differ between {folder} and {checkpoint}: {', '.join(names)}")
+    words = f"verified: all {len(sides.forms)} tensors are equal, element by element"
+    weights = sides.spec.num_parameters(scalar_head=sides.scalar_head)
+    if weights > SMALL:
+        return f"{words} ({weights / 1e9:.1f}e9 weights are too many to run the model on both sides)"
+    warnings.filterwarnings("ignore", module="megatron")  # it warns of what is not installed, and is not needed here
+    from megappo.convert.outputs import largest_difference
+
+    difference, tolerance = largest_difference(folder, checkpoint, scalar_head=sides.scalar_head)
+    what = "values" if sides.scalar_head else "logits"
+    if not difference <= tolerance:
+        raise VerifyError(
+            f"{what} of {folder} and {checkpoint} on random tokens differ by {difference:.1e} of the largest: "
+            "their weights are equal, so the config does not say what Megatron computes"
+        )
+    return f"{words}; {what} on random tokens differ by at most {difference:.1e} of the largest"
+
+
+def _differing(
+    checkpoint: Path, tensors: Mapping[str, Stored], bucket_bytes: int, to_hf: bool, part: Part
+) -> list[str]:
+    """Which tensors differ from what a part of the checkpoint holds of them."""
+    stored = part.stored(checkpoint)
+    out = []
+    for name, (there, size), here in part.tensor.overlaps(part.offset, part.size):
+        for offset, extent in row_blocks([0] * len(size), size, bucket_bytes // 8):
+            ours = stored.read([a + b for a, b in zip(here, offset, strict=True)], extent)
+            theirs = tensors[name].read([a + b for a, b in zip(there, offset, strict=True)], extent)
+            made, source = (theirs, ours) if to_hf else (ours, theirs)
+            if not _same(made, source.to(made.dtype)):
+                out.append(name)
+    return out
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, so that a NaN equals itself."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

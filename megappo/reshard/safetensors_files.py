@@ -1,0 +1,124 @@
+"""Safetensors files as headers and places: tensors are found in them, and room for tensors is made in new ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megappo.models.spec import ModelError
+from megappo.reshard.files import tensor_files
+from megappo.reshard.stored import Stored
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+INDEX = "model.safetensors.index.json"
+Form = tuple[torch.dtype, tuple[int, ...]]
+"""What a tensor is without its values."""
+
+
+def find_tensors(folder: str | Path) -> dict[str, Stored]:
+    """Every tensor of a Hugging Face folder, by name.
+
+    Raises:
+        ModelError: no safetensors files, one that cannot be read or is cut short, or an index that does not fit them.
+    """
+    files = tensor_files(folder)
+    headers = {path: _read_header(path) for path in sorted(set(files.values()))}
+    lost = sorted((path, name) for name, path in files.items() if name not in headers[path])
+    if lost:
+        raise ModelError([f"{path}: lacks tensor {name}, which the index places there" for path, name in lost])
+    return {name: headers[path][name] for name, path in files.items()}
+
+
+def make_room(folder: Path, tensors: Mapping[str, Form], shard_bytes: int) -> dict[str, Stored]:
+    """Write the headers (and the index, where there are several files) of a folder that will hold these tensors.
+
+    Args:
+        tensors: in the order in which they shall be spread over files.
+        shard_bytes: limit of a file's size; a tensor that is larger has a file of its own.
+
+    Returns:
+        Where each tensor's values belong; until they are written, they are zero.
+    """
+    shards = list(_shards(tensors, shard_bytes))
+    places: dict[str, Stored] = {}
+    for number, names in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        places.update(_write_header(folder / file, {name: tensors[name] for name in names}))
+    if len(shards) > 1:
+        index = {
+            "metadata": {
+                "total_parameters": sum(prod(shape) for _, shape in tensors.values()),
+                "total_size": sum(place.num_bytes for place in places.values()),
+            },
+            "weight_map": {name: places[name].path.name for name in sorted(places)},
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return places
+
+
+def _shards(tensors: Mapping[str, Form], shard_bytes: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    filled = 0
+    for name, (dtype, shape) in tensors.items():
+        size = prod(shape) * dtype.itemsize
+        if names and filled + size > shard_bytes:
+            yield names
+            names, filled = [], 0
+        names.append(name)
+        filled += size
+    yield names
+
+
+def _read_header(path: Path) -> dict[str, Stored]:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, size)))
+        entries: dict[str, Any] = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        if end != size:
+            raise ValueError(f"{size} bytes instead of {end}")
+        return {
+            name: Stored(path, 8 + length + entry["data_offsets"][0], DTYPES[entry["dtype"]], tuple(entry["shape"]))
+            for name, entry in entries.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ModelError([f"{path}: cannot be read as safetensors ({error!r}): copy it again"]) from None
+
+
+def _write_header(path: Path, tensors: Mapping[str, Form]) -> dict[str, Stored]:
+    """A file's header, byte for byte as the safetensors library writes it: wide types first, then by name."""
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+    order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, codes[tensors[name][0]] != "BF16", name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name in order:
+        dtype, shape = tensors[name]
+        end = begin + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + begin)
+    return {name: Stored(path, 8 + len(text) + header[name]["data_offsets"][0], *tensors[name]) for name in order}

@@ -1,0 +1,345 @@
+"""Conversion in both directions: byte-exact, loadable by the real systems, whole or absent, clear about bad input."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peak_memory import peak_memory
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from tiny import LLAMA3_ROPE, make_model, random_rows
+
+from megappo.cli import main
+from megappo.convert import destination
+from megappo.convert.command import Options, convert
+from megappo.layout.mesh import Layout
+from megappo.models.spec import ModelError
+
+VOCABULARY = 70
+"""Padded to 72 rows by Megatron for one rank, to 80 for two."""
+
+
+def make(folder: Path, family: str = "qwen2", **changes: Any) -> Path:
+    """A model folder with all that belongs to one; its weights in bfloat16."""
+    make_model(folder, family, **{"num_hidden_layers": 2, "vocab_size": VOCABULARY, **changes})
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "special_tokens_map.json"):
+        (folder / name).write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def run(source: Path, target: Path, **options: Any) -> list[str]:
+    said: list[str] = []
+    convert(source, target, Options(**options), said.append)
+    return said
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    out: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        out.update(load_file(path))
+    return out
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    first, second = weights(a), weights(b)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype and torch.equal(tensor, second[name]), name
+
+
+def problems(source: Path, target: Path, **options: Any) -> str:
+    with pytest.raises(ModelError) as caught:
+        run(source, target, **options)
+    assert not target.exists() and not target.with_name(target.name + ".partial").exists()
+    return str(caught.value)
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_there_and_back_is_byte_exact(tmp_path: Path, family: str, tied: bool) -> None:
+    """Cut for other ranks on the way, in chunks of a few rows, by two processes; every file comes back as it was."""
+    folder = make(tmp_path / "model", family, tie_word_embeddings=tied)
+    run(folder, tmp_path / "checkpoint", tp=2, pp=2, processes=2)
+    run(tmp_path / "checkpoint", tmp_path / "back", processes=2)
+    assert len(list((tmp_path / "checkpoint").glob("__*.distcp"))) == 4
+    names = {path.name for path in folder.iterdir()}
+    assert {path.name for path in (tmp_path / "back").iterdir()} == {*names, destination.RECORD}
+    for name in names:
+        assert (folder / name).read_bytes() == (tmp_path / "back" / name).read_bytes(), name
+
+
+def test_one_folder_in_other_forms(tmp_path: Path) -> None:
+    """Shards have a limit; another dtype is rounded once, and said in the config."""
+    folder = make(tmp_path / "model")
+    run(folder, tmp_path / "checkpoint", dtype="float32")
+    run(tmp_path / "checkpoint", tmp_path / "back", shard_gb=2e-5, dtype="float16")
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    source, back = weights(folder), weights(tmp_path / "back")
+    assert index["weight_map"].keys() == back.keys() == source.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in back.values())
+    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    assert files[0].name == f"model-00001-of-{len(files):05}.safetensors" and len(files) > 3
+    assert all(sum(tensor.nbytes for tensor in load_file(path).values()) <= 2e4 for path in files)
+    assert all(torch.equal(back[name], tensor.half()) for name, tensor in source.items())
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float16"
+
+
+def load_and_save(checkpoint: str, folder: str, layout: Layout, critic: bool, saved: str) -> list[Any]:
+    """A real role reads a checkpoint over other weights, and writes its own; returns its outputs on random rows."""
+    from megappo.workers.megatron_role import MegatronRole
+    from megappo.workers.settings import RoleSettings
+
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] (Megatron forks)
+    role = MegatronRole(RoleSettings(folder, layout, "float32", 64, critic))
+    role.load(checkpoint)
+    role.save(saved)
+    rows = random_rows(2, vocab=VOCABULARY)
+    table = role.values(rows) if critic else role.logprobs(rows, column="logprobs", temperature=1.0)
+    return [] if table is None else table.sort_by("id")["values" if critic else "logprobs"].to_pylist()
+
+
+def expected_outputs(folder: Path, critic: bool) -> list[Any]:
+    """The same from transformers, which must find every tensor and no other."""
+    import transformers
+
+    kind = transformers.AutoModelForTokenClassification if critic else transformers.AutoModelForCausalLM
+    model, info = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert set(info["missing_keys"]) <= {"score.bias"} and not info["unexpected_keys"] and not info["mismatched_keys"]
+    out = []
+    for row in random_rows(2, vocab=VOCABULARY).sort_by("id").to_pylist():
+        tokens = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+        with torch.no_grad():
+            logits = model(tokens).logits[0, len(row["prompt_ids"]) - 1 : -1]
+        if critic:
+            out.append(logits[:, 0].tolist())
+        else:
+            out.append(logits.log_softmax(-1).gather(-1, tokens[0, len(row["prompt_ids"]) :, None])[:, 0].tolist())
+    return out
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "critic", "layout"),
+    [
+        ("qwen2", {"tie_word_embeddings": True, "num_hidden_layers": 3}, False, Layout(tp=2, pp=2)),
+        ("qwen3", {}, False, Layout(tp=2)),
+        ("llama", {"rope_parameters": LLAMA3_ROPE}, True, Layout(pp=2)),
+    ],
+)
+def test_megatron_and_transformers_read_what_was_written(
+    tmp_path: Path, family: str, changes: dict[str, Any], critic: bool, layout: Layout
+) -> None:
+    """HF -> checkpoint -> Megatron at a layout of its own -> its checkpoint -> HF -> transformers."""
+    folder = make(tmp_path / "model", family, **changes)
+    if critic:
+        tensors = load_file(folder / "model.safetensors")
+        del tensors["lm_head.weight"]
+        tensors["score.weight"] = torch.randn(1, 64).bfloat16()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    other = str(make(tmp_path / "other", family, seed=1, **changes))
+    run(folder, tmp_path / "checkpoint", tp=1 if layout.tp == 2 else 2)
+    saved = str(tmp_path / "saved")
+    ranks = run_ranks(layout.world, load_and_save, str(tmp_path / "checkpoint"), other, layout, critic, saved)
+    run(Path(saved), tmp_path / "back", model=str(folder), dtype="bfloat16")
+    assert_same_weights(folder, tmp_path / "back")
+    (ours,) = [outputs for outputs in ranks if outputs]
+    for a, b in zip(ours, expected_outputs(tmp_path / "back", critic), strict=True):
+        assert a == pytest.approx(b, abs=2e-4)
+
+
+def test_a_run_is_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's folder means its last checkpoint; the model is the one of its configuration."""
+    from small_project import make_project
+
+    monkeypatch.chdir(tmp_path)
+    make_project(tmp_path).edit("model: model", "model: weights")
+    folder = make(tmp_path / "weights")
+    run(folder, tmp_path / "checkpoint")
+    shutil.rmtree(tmp_path / "checkpoint/huggingface")
+    for step in (1, 10):
+        shutil.copytree(tmp_path / "checkpoint", tmp_path / "run/checkpoints" / f"step_{step}" / "critic")
+    shutil.copy("config.yaml", "run/config.yaml")
+    (tmp_path / "run/checkpoints/step_1/critic/.metadata").unlink()
+    run(tmp_path / "run", tmp_path / "back", role="critic")
+    assert_same_weights(folder, tmp_path / "back")
+    assert "has no weights of --role actor: it has those of critic" in problems(tmp_path / "run", tmp_path / "b2")
+
+
+# --- verification ---------------------------------------------------------------------------------------------------
+
+
+def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, checkpoint = make(tmp_path / "model"), tmp_path / "checkpoint"
+    assert main(["convert", str(folder), str(checkpoint), "--tp", "2", "--verify"]) == 0
+    out = capsys.readouterr().out
+    assert "verified: all 27 tensors are equal, element by element; logits on random tokens differ by at most " in out
+    (file,) = checkpoint.glob("__1_0.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert main(["convert", str(folder), str(checkpoint), "--tp", "2", "--verify"]) == 1
+    assert "error: 1 tensors differ between" in capsys.readouterr().err
+
+
+# --- whole or absent ------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_conversion_leaves_nothing_that_looks_whole(tmp_path: Path) -> None:
+    folder, target = make(tmp_path / "model"), tmp_path / "checkpoint"
+    script = (
+        "import os, signal, sys\n"
+        "from megappo.convert import to_megatron\n"
+        "copy, calls = to_megatron.copy_block, []\n"
+        "def copy_block(*a):\n"
+        "    calls.append(a)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL) if len(calls) == 9 else copy(*a)\n"
+        "to_megatron.copy_block = copy_block\n"
+        "from megappo.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    command = [sys.executable, "-c", script, "convert", str(folder), str(target), "--processes"]
+    # The process itself is killed: its folder stays partial, and the next conversion begins again.
+    assert subprocess.run([*command, "1"], env=environment, check=False).returncode == -signal.SIGKILL
+    assert not target.exists() and (tmp_path / "checkpoint.partial").is_dir()
+    # One that shares the work is killed: an error, and nothing is left.
+    done = subprocess.run([*command, "2"], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "error: a process that shared the work died (exit status -9)" in done.stderr
+    assert not target.exists() and not (tmp_path / "checkpoint.partial").exists()
+    run(folder, target)
+    run(target, tmp_path / "back")
+    assert_same_weights(folder, tmp_path / "back")
+
+
+def test_what_is_there_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
+    folder, target = make(tmp_path / "model"), tmp_path / "checkpoint"
+    run(folder, target)
+    before = (target / ".metadata").stat().st_mtime_ns
+    assert run(folder, target) == [f"{target}: is there already, made from the same: nothing to do"]
+    with pytest.raises(ModelError, match="is there already, made from something else: choose another DST"):
+        run(folder, target, tp=2)
+    assert (target / ".metadata").stat().st_mtime_ns == before
+    run(folder, target, tp=2, overwrite=True)
+    assert (target / "__1_0.distcp").is_file() and sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint",
+        "model",
+    ]
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("years")
+    with pytest.raises(ModelError, match="is no model, so it is not overwritten"):
+        run(folder, tmp_path / "home", overwrite=True)
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    with destination.writing(target, {}), pytest.raises(ModelError, match="another process is writing it"):
+        run(make(tmp_path / "model"), target)
+    assert (target / destination.RECORD).is_file()
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+def test_every_problem_of_a_folder_at_once(tmp_path: Path) -> None:
+    folder = make(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(96, 63)
+    tensors["visual.weight"] = torch.zeros(2)
+    save_file(tensors, folder / "model.safetensors")
+    text = problems(folder, tmp_path / "checkpoint")
+    assert "tensor model.norm.weight [64] is missing" in text
+    assert "tensor model.layers.1.mlp.up_proj.weight has shape [96, 63], config.json says [96, 64]" in text
+    assert "tensor visual.weight is not part of this family" in text
+
+
+def test_every_problem_of_a_checkpoint_at_once(tmp_path: Path) -> None:
+    """A checkpoint under the config of another model."""
+    run(make(tmp_path / "model"), tmp_path / "checkpoint")
+    other = make(tmp_path / "other", "qwen3", tie_word_embeddings=True, num_hidden_layers=3, vocab_size=90)
+    text = problems(tmp_path / "checkpoint", tmp_path / "back", model=str(other))
+    qkv = "decoder.layers.self_attention.linear_qkv"
+    for part in (
+        f"tensor {qkv}.bias is not part of the model in {other}/config.json",
+        f"tensor {qkv}.weight has shape [2, 128, 64], {other}/config.json says [3, 256, 64]",
+        "tensor decoder.layers.self_attention.q_layernorm.weight [3, 32] is missing",
+        "tensor embedding.word_embeddings.weight has shape [72, 64]",
+        "tensor output_layer.weight is not part of",
+        "give the config that the checkpoint belongs to with --model",
+    ):
+        assert part in text
+
+
+def test_wrong_folders_are_named_with_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, checkpoint, out = make(tmp_path / "model"), tmp_path / "checkpoint", tmp_path / "out"
+    run(folder, checkpoint)
+    (tmp_path / "old" / "mp_rank_00").mkdir(parents=True)
+    shutil.copytree(checkpoint, tmp_path / "cut")
+    (tmp_path / "cut" / ".metadata").unlink()
+    shutil.copytree(checkpoint, tmp_path / "alone")
+    shutil.rmtree(tmp_path / "alone" / "huggingface")
+    for source, options, words in (
+        (tmp_path / "none", {}, "no such folder: give a Hugging Face folder, a Megatron checkpoint or a run"),
+        (tmp_path, {}, "is no model: give a Hugging Face folder"),
+        (tmp_path / "old", {}, "is Megatron's old format"),
+        (tmp_path / "cut", {}, "has no .metadata, so it is no complete checkpoint"),
+        (tmp_path / "alone", {}, "does not say which model it is: give the model's Hugging Face folder with --model"),
+        (folder, {"to": "hf"}, "is in that format already: give --to megatron"),
+        (folder, {"tp": 3}, "--tp: 3 does not divide 4 attention heads"),
+        (folder, {"pp": 3}, "--pp: 3 stages cannot share 2 layers: legal are 1 to 2"),
+        (folder, {"tp": 0}, "--tp 0: must be positive"),
+        (checkpoint, {"tp": 2}, "--tp, --pp: a Hugging Face folder has no layout: leave them out"),
+    ):
+        assert words in problems(source, out, **options)
+    assert "lies in" in problems(folder, folder / "inside")
+    assert main(["convert", str(tmp_path / "none"), str(out)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'none'}: no such folder")
+
+
+def test_a_full_disk_is_seen_before_work_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make(tmp_path / "model")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 5, 5))  # type: ignore[attr-defined]
+    assert "its disk has 0.0 GB free: make room" in problems(folder, tmp_path / "checkpoint")
+
+
+def test_a_checkpoint_file_that_is_cut_short(tmp_path: Path) -> None:
+    run(make(tmp_path / "model"), tmp_path / "checkpoint")
+    (file,) = (tmp_path / "checkpoint").glob("*.distcp")
+    os.truncate(file, file.stat().st_size // 2)
+    assert f"{file}: cannot be read at byte" in problems(tmp_path / "checkpoint", tmp_path / "back")
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_bounded_by_buckets_not_by_the_model(tmp_path: Path) -> None:
+    """One tensor of 200 MB, widened and rounded again: far less than it above what an empty call takes."""
+    from megappo.bench.shapes import QWEN, make_qwen
+
+    QWEN["wide"] = (1, 2048, 16, 4, 1024, True, 50000)
+    folder, checkpoint, back = make_qwen(tmp_path / "model", "wide"), tmp_path / "checkpoint", tmp_path / "back"
+    bare = peak_memory([sys.executable, "-c", "import megappo.convert.command"])
+    for paths in (
+        ["--dtype", "float32", str(folder), str(checkpoint)],
+        ["--dtype", "bfloat16", str(checkpoint), str(back)],
+    ):
+        peak = peak_memory([sys.executable, "-m", "megappo", "convert", "--processes", "1", *paths])
+        assert peak.status == 0 and peak.resident < bare.resident + 128
+    assert_same_weights(folder, back)
