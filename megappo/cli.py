@@ -156,9 +156,9 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "measure a part against its bare counterpart, in one run"
     command = commands.add_parser("bench", help=text, description=text)
-    command.add_argument("name", choices=("rollout", "training", "sync", "step"))
+    command.add_argument("name", choices=("rollout", "training", "sync", "step", "convert"))
     command.add_argument(
-        "--size", default="0.5b", help="shape of the model, with random weights: 0.4b, 0.5b, 1.5b, 7b, tiny"
+        "--size", default="0.5b", help="shape of the model, with random weights: 0.4b, 0.5b, 1.5b, 2b, 7b, tiny"
     )
     command.add_argument("--models", default="runs/bench", metavar="DIR", help="where models are made and kept")
     command.add_argument("--out", metavar="FILE", help="JSON file to add the table to")

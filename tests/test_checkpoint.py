@@ -94,26 +94,34 @@ def grad_norms(results: list[list[tuple[Any, Any]]], at: int) -> set[float]:
 
 LARGE = Layout(tp=2, pp=2)
 # A vocabulary of 70 is padded to 80 rows at tp 2 and to 72 at tp 1.
-CASES: dict[str, tuple[dict[str, Any], bool, list[Layout]]] = {
-    "actor": ({"vocab_size": 70}, False, [Layout(dp=2), Layout(tp=2, sequence_parallel=True)]),
+CASES: dict[str, tuple[dict[str, Any], bool, Layout, list[Layout]]] = {
+    "actor": ({"vocab_size": 70}, False, LARGE, [Layout(dp=2), Layout(tp=2, sequence_parallel=True)]),
     "actor, tied, uneven stages": (
         {"tie_word_embeddings": True, "vocab_size": 70, "num_hidden_layers": 3},
         False,
+        LARGE,
         [Layout(dp=2)],
     ),
-    "critic": ({}, True, [Layout(dp=2), Layout(pp=2)]),
+    "actor, over data-parallel ranks": (
+        {"vocab_size": 70},
+        False,
+        Layout(tp=2, dp=2),
+        [Layout(), Layout(pp=2, dp=2)],
+    ),
+    "critic": ({}, True, LARGE, [Layout(dp=2), Layout(pp=2)]),
+    "critic, over data-parallel ranks": ({}, True, Layout(dp=3), [Layout(tp=2), Layout(dp=2)]),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_resumed_run_equals_uninterrupted_one(tmp_path: Path, case: str) -> None:
-    changes, critic, others = CASES[case]
+    changes, critic, saver, others = CASES[case]
     folder = str(make_model(tmp_path / "model", **{"num_hidden_layers": 2, **changes}))
     other = str(make_model(tmp_path / "other", seed=1, **{"num_hidden_layers": 2, **changes}))
     saved = str(tmp_path / "checkpoint")
     plan = [("fresh", folder), ("update", ""), ("update", ""), ("save", saved), ("update", "")]
     plan += [("fresh", other), ("load", saved), ("update", "")]
-    ran = run_ranks(LARGE.world, train, LARGE, critic, "float32", plan)
+    ran = run_ranks(saver.world, train, saver, critic, "float32", plan)
     assert np.abs(whole(ran, 3)["model.norm.weight"] - whole(ran, 5)["model.norm.weight"]).max() > 0
     assert_equal(whole(ran, 6), whole(ran, 3))
     assert_equal(whole(ran, 7), whole(ran, 4))

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from peak_memory import peak_memory
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny import LLAMA3_ROPE, make_model, random_rows
@@ -24,6 +23,7 @@ from megappo.convert import destination
 from megappo.convert.command import Options, convert
 from megappo.layout.mesh import Layout
 from megappo.models.spec import ModelError
+from megappo.reshard.torch_dist import read_chunks
 
 VOCABULARY = 70
 """Padded to 72 rows by Megatron for one rank, to 80 for two."""
@@ -190,10 +190,10 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(folder), str(checkpoint), "--tp", "2", "--verify"]) == 0
     out = capsys.readouterr().out
     assert "verified: all 27 tensors are equal, element by element; logits on random tokens differ by at most " in out
-    (file,) = checkpoint.glob("__1_0.distcp")
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    stored = read_chunks(checkpoint)[1][0].stored(checkpoint)
+    content = bytearray(stored.path.read_bytes())
+    content[stored.position + 100] ^= 1
+    stored.path.write_bytes(content)
     assert main(["convert", str(folder), str(checkpoint), "--tp", "2", "--verify"]) == 1
     assert "error: 1 tensors differ between" in capsys.readouterr().err
 
@@ -329,17 +329,30 @@ def test_a_checkpoint_file_that_is_cut_short(tmp_path: Path) -> None:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def test_memory_is_bounded_by_buckets_not_by_the_model(tmp_path: Path) -> None:
-    """One tensor of 200 MB, widened and rounded again: far less than it above what an empty call takes."""
-    from megappo.bench.shapes import QWEN, make_qwen
+def peak_mib(source: Path, target: Path, options: dict[str, Any], pipe: Any) -> None:
+    """By how much a conversion, all in this process, raises its resident memory at most."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident("VmRSS")
+    run(source, target, processes=1, **options)
+    pipe.send(resident("VmHWM") - before)
 
-    QWEN["wide"] = (1, 2048, 16, 4, 1024, True, 50000)
-    folder, checkpoint, back = make_qwen(tmp_path / "model", "wide"), tmp_path / "checkpoint", tmp_path / "back"
-    bare = peak_memory([sys.executable, "-c", "import megappo.convert.command"])
-    for paths in (
-        ["--dtype", "float32", str(folder), str(checkpoint)],
-        ["--dtype", "bfloat16", str(checkpoint), str(back)],
-    ):
-        peak = peak_memory([sys.executable, "-m", "megappo", "convert", "--processes", "1", *paths])
-        assert peak.status == 0 and peak.resident < bare.resident + 128
-    assert_same_weights(folder, back)
+
+def resident(field: str) -> float:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[field].split()[0]) / 1024
+
+
+def test_memory_is_bounded_by_buckets_not_by_the_model(tmp_path: Path) -> None:
+    """One tensor of 100 MB, widened and rounded again, in a few buckets of 8 MiB."""
+    folder = make(tmp_path / "model", vocab_size=800_000, tie_word_embeddings=True)
+    context = multiprocessing.get_context("fork")
+    ways = [(folder, tmp_path / "checkpoint", "float32"), (tmp_path / "checkpoint", tmp_path / "back", "bfloat16")]
+    for source, target, dtype in ways:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=peak_mib, args=(source, target, {"dtype": dtype, "bucket_mb": 8}, theirs), daemon=True
+        )
+        process.start()
+        assert ours.recv() < 40
+        process.join()
+    assert_same_weights(folder, tmp_path / "back")

@@ -14,12 +14,13 @@ QWEN = {
     "0.4b": (24, 896, 14, 2, 4864, True, 49152),
     "0.5b": (24, 896, 14, 2, 4864, True, 151936),
     "1.5b": (28, 1536, 12, 2, 8960, True, 151936),
+    "2b": (36, 1536, 12, 2, 8960, True, 151936),
     "7b": (28, 3584, 28, 4, 18944, False, 152064),
     "tiny": (4, 128, 4, 2, 256, True, 1024),
 }
 """Qwen2.5: layers, hidden size, heads, key/value heads, MLP size, tied embeddings, vocabulary.
 
-0.4b is the smallest with a smaller vocabulary; tiny is for trying things out.
+0.4b is the smallest with a smaller vocabulary; 2b has files of 4 GB; tiny is for trying things out.
 """
 
 

@@ -1,10 +1,9 @@
-"""Run a command and say how much memory all its processes had at most: ``python tests/peak_memory.py CMD ...``"""
+"""How much memory a command and all its processes have at most."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -49,9 +48,3 @@ def _memory(pid: int) -> tuple[float, float]:
         return 0.0, 0.0
     sizes = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines}
     return sizes.get("Rss", 0.0), sizes.get("Pss", 0.0)
-
-
-if __name__ == "__main__":
-    peak = peak_memory(sys.argv[1:])
-    print(f"peak {peak.resident:.0f} MiB resident ({peak.proportional:.0f} proportional), {peak.seconds:.1f} s")
-    sys.exit(peak.status)
