@@ -92,8 +92,11 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    import gc
+
     from megappo.convert.command import Options, convert
 
+    gc.freeze()  # what torch has imported: taking it apart at the end would cost seconds
     chosen = {name: value for name, value in vars(options).items() if name in Options.__dataclass_fields__}
     convert(options.source, options.destination, Options(**chosen), print)
     return 0
