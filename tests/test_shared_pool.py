@@ -1,4 +1,4 @@
-"""A whole run in which all roles, two engines of tensor parallel 2 among them, share the devices of one pool."""
+"""A whole run in which all roles, two engines of tensor parallel 2 among them, take turns on the devices of one pool."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megappo.data import batch
 POOLS = "pools: {all: {devices_per_node: 4}}\n"
 ROLES = """\
 roles:
-  actor: {pool: all, tp: 2, pp: 2, sequence_parallel: true, micro_batch_tokens: 100}
-  critic: {pool: all, micro_batch_tokens: 90}
+  actor: {pool: all, tp: 2, pp: 2, sequence_parallel: true, micro_batch_tokens: 100, offload: all}
+  critic: {pool: all, micro_batch_tokens: 90, offload: optimizer, recompute: full}
   reference: {pool: all, tp: 2, micro_batch_tokens: 80}
   rollout: {pool: all, tp: 2, samples_per_prompt: 3, kv_cache_gib: 0.1}
   reward: {function: "score.py:compute_score", processes: 1}
