@@ -1,4 +1,4 @@
-"""A whole run in which all roles, two engines of tensor parallel 2 among them, take turns on the devices of one pool."""
+"""A whole run in which all roles, two engines of tensor parallel 2 among them, take turns on one pool's devices."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ LENGTH = rollout.PROMPT + rollout.RESPONSE
 PHASES = ("gen", "sleep", "old_log_prob", "ref", "values", "update_critic", "update_actor", "wake", "update_weights")
 
 CONFIG = """
-run: {{dir: {run}, steps: {steps}, seed: 1, device: {device}, dtype: {dtype}, dump_rollouts: false}}
+run: {{dir: {run}, steps: 1000, seed: 1, device: {device}, dtype: {dtype}, dump_rollouts: false}}
 model: {model}
 data: {{train: {data}, prompts_per_step: {prompts}, max_prompt: {prompt}, max_response: {response}}}
 pools: {{all: {{devices_per_node: 1}}}}
@@ -65,18 +65,25 @@ def run(size: str, folder: str, out: str | None) -> None:
 
 def _train(model: Path, folder: Path, device: str) -> list[dict[str, float]]:
     """Metrics of the steps after the warm-ups."""
+    from megappo.cluster.cluster import Cluster
     from megappo.config import load_config
-    from megappo.trainer import train
+    from megappo.run import Run
+    from megappo.trainer import Trainer
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     _write_prompts(folder / "train.parquet")
     sizes = {"prompts": rollout.PROMPTS, "prompt": rollout.PROMPT, "response": rollout.RESPONSE}
-    limits = {"steps": STEPS, "mini_batch": MINI_BATCH, "tokens": MICRO_BATCH_TOKENS}
+    limits = {"mini_batch": MINI_BATCH, "tokens": MICRO_BATCH_TOKENS}
     where = {"run": folder / "run", "model": model, "data": folder / "train.parquet"}
     how = {"device": device, "dtype": "bfloat16" if device == "cuda" else "float32"}
     (folder / "config.yaml").write_text(CONFIG.format(**sizes, **limits, **where, **how))
-    train(load_config(folder / "config.yaml"))
+    config = load_config(folder / "config.yaml")
+    with Run(config) as run, Cluster(config, run.data_sources, run.console.status) as cluster:
+        trainer = Trainer(config, run, cluster)
+        trainer.resume()
+        for _ in range(STEPS):
+            trainer.train_step()
     lines = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
     return [line["metrics"] for line in lines if line["step"] > WARM_UPS]
 
