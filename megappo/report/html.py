@@ -13,12 +13,13 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from megappo.report.charts import COLORS, Series, line_chart, number, stacked_bars
 from megappo.report.console import duration, validation_scores
+from megappo.report.figures import CHARTS, PHASES
 from megappo.report.roles import describe_roles
 from megappo.report.run_log import read_log, read_samples
 
@@ -26,65 +27,6 @@ Log = Sequence[Mapping[str, Any]]
 STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
 REPORT_NAME = "report.html"
 SAMPLE_ROWS = 12
-
-# The phases in the order of a step; "testing" and "save_checkpoint" are drawn too, since a user waits for them.
-PHASES = {
-    "gen": "generate",
-    "reward": "reward",
-    "old_log_prob": "actor log-probs",
-    "ref": "reference log-probs",
-    "values": "critic values",
-    "adv": "advantages",
-    "update_critic": "update critic",
-    "update_actor": "update actor",
-    "update_weights": "weight sync",
-    "testing": "validation",
-    "save_checkpoint": "checkpoint",
-}
-
-
-class Chart(NamedTuple):
-    title: str
-    metrics: Mapping[str, str]
-    """metric name -> what the legend calls it"""
-    hint: str = ""
-    y_range: tuple[float, float] | None = None
-
-
-CHARTS = (
-    Chart("Train score", {"critic/score/mean": "mean"}, "mean score of the sampled responses"),
-    Chart(
-        "KL",
-        {
-            "actor/ppo_kl": "to the policy that sampled",
-            "actor/reward_kl_penalty": "to the reference",
-            "actor/kl_loss": "KL loss",
-        },
-        "nats a token",
-        (0, 0),
-    ),
-    Chart("Entropy", {"actor/entropy": "entropy"}, "nats a token", (0, 0)),
-    Chart("Response length", {"response_length/mean": "mean", "response_length/max": "longest"}, "tokens", (0, 0)),
-    Chart(
-        "Cut-off responses",
-        {"response_length/clip_ratio": "share"},
-        "share of responses that reached max_response",
-        (0, 0),
-    ),
-    Chart("Policy loss", {"actor/pg_loss": "pg_loss"}),
-    Chart(
-        "Clipped share",
-        {"actor/pg_clipfrac": "policy", "actor/pg_clipfrac_lower": "policy, dual clip", "critic/vf_clipfrac": "value"},
-        "share of tokens that a clip held back",
-        (0, 0),
-    ),
-    Chart("Value loss", {"critic/vf_loss": "vf_loss"}, "", (0, 0)),
-    Chart("Explained variance", {"critic/vf_explained_var": "explained variance"}, "of the returns, by the critic"),
-    Chart("Gradient norm", {"actor/grad_norm": "actor", "critic/grad_norm": "critic"}, "before clipping", (0, 0)),
-    Chart("Learning rate", {"actor/lr": "actor", "critic/lr": "critic"}, "", (0, 0)),
-    Chart("KL coefficient", {"actor/reward_kl_penalty_coeff": "coefficient"}, "of the penalty in the reward", (0, 0)),
-    Chart("Throughput", {"perf/throughput": "tokens a second and device"}, "tokens a second and device", (0, 0)),
-)
 
 
 def write_report(run_dir: str | Path, *, refresh_s: int | None = None) -> Path:
