@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
-import queue
 import sys
 import types
 from collections.abc import Callable
@@ -163,17 +162,11 @@ def _repair_random(module: Any) -> None:
     module._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
 
 
-def _repair_saving(module: Any) -> None:
-    # Megatron starts a process only to own a queue, which re-imports torch: a plain queue serves synchronous saves.
-    module._get_write_results_queue = queue.Queue
-
-
 _REPAIRS: dict[str, Callable[[Any], None]] = {
     "megatron.core.optimizer.distrib_optimizer": _repair_distributed_optimizer,
     "megatron.core.optimizer.optimizer": _repair_optimizer,
     "megatron.core.optimizer.clip_grads": _repair_clip_grads,
     "megatron.core.tensor_parallel.random": _repair_random,
-    "megatron.core.dist_checkpointing.strategies.filesystem_async": _repair_saving,
 }
 
 

@@ -30,10 +30,10 @@ from megappo.workers.optimizer import (
     set_learning_rate,
     state_tensors,
 )
+from megappo.workers.role_checkpoint import load, save
 from megappo.workers.settings import MiniBatch, RoleSettings, Totals
 
-from megatron.core import dist_checkpointing  # isort: skip (after megappo.models has prepared Megatron for this device)
-from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip (after megappo.models is ready)
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # isort: skip
 
 
@@ -271,39 +271,16 @@ class MegatronRole:
     def save(self, folder: str | Path) -> None:
         """Write weights and optimizer state into a folder, made if need be; any layout can load them."""
         self._bring_all()
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        metadata = self._checkpoint_metadata()
-        dist_checkpointing.save(
-            self._sharded_state(metadata, is_loading=False),
-            str(folder),
-            sharded_strategy=("torch_dist", 1),
-            content_metadata={key: value for key, value in metadata.items() if key != "dp_cp_group"},
-        )
+        save(folder, self.model, self.optimizer, self.groups.dp_cp)
 
     def load(self, folder: str | Path) -> None:
         """Read what :meth:`save` wrote, at this or any other layout."""
         self._bring_all()
-        state = dist_checkpointing.load(self._sharded_state(self._checkpoint_metadata(), is_loading=True), str(folder))
-        self.model.load_state_dict(state["model"])
+        load(folder, self.model, self.optimizer, self.groups.dp_cp)
         if self.settings.optimizer is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
             # The checkpoint's hyper-parameters came along; those of the configuration count.
             set_hyper_parameters(self.optimizer, self.settings.optimizer)
 
     def _bring_all(self) -> None:
         self.residence.work(training=self.optimizer is not None)
         self.residence.before_step()
-
-    def _checkpoint_metadata(self) -> dict[str, Any]:
-        return {
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "chained_optim_avoid_prefix": True,
-            "singleton_local_shards": False,
-            "dp_cp_group": self.groups.dp_cp,
-        }
-
-    def _sharded_state(self, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
-        state: dict[str, Any] = {"model": self.model.sharded_state_dict(metadata=metadata)}
-        if self.optimizer is not None:
-            state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
-        return state

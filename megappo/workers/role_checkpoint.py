@@ -1,0 +1,61 @@
+"""A role's weights and optimizer state in Megatron's ``torch_dist`` format, which loads at any layout."""
+
+from __future__ import annotations
+
+import queue
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megappo.models import megatron_cpu
+
+megatron_cpu.install()
+
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
+
+# Megatron starts a process only to own a queue, which imports torch anew: a plain queue serves synchronous saves.
+filesystem_async._get_write_results_queue = queue.Queue
+
+
+def save(folder: str | Path, model: Any, optimizer: Any, replicas: dist.ProcessGroup) -> None:
+    """Write a checkpoint into a folder, made if need be. Collective over the role's ranks.
+
+    Args:
+        model: this rank's part of the model.
+        optimizer: Megatron's distributed optimizer, or None.
+        replicas: the data-parallel group.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    metadata = _metadata(replicas)
+    dist_checkpointing.save(
+        _sharded_state(model, optimizer, metadata, is_loading=False),
+        str(folder),
+        sharded_strategy=("torch_dist", 1),
+        content_metadata={key: value for key, value in metadata.items() if key != "dp_cp_group"},
+    )
+
+
+def load(folder: str | Path, model: Any, optimizer: Any, replicas: dist.ProcessGroup) -> None:
+    """Read what :func:`save` wrote, at whatever layout, into a model and an optimizer."""
+    state = dist_checkpointing.load(_sharded_state(model, optimizer, _metadata(replicas), is_loading=True), str(folder))
+    model.load_state_dict(state["model"])
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
+
+
+def _metadata(replicas: dist.ProcessGroup) -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": replicas,
+    }
+
+
+def _sharded_state(model: Any, optimizer: Any, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    return state
