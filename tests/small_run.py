@@ -90,7 +90,8 @@ class Command:
         self.mark = uuid.uuid4().hex
         self.output = folder / f"output-{self.mark[:8]}.txt"
         self.began = time.monotonic()
-        path = os.pathsep.join(map(str, [ROOT, *([installed] if installed else [])]))
+        inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        path = os.pathsep.join(map(str, [*([installed] if installed else []), ROOT, *inherited]))
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "megappo", "train", "config.yaml", *overrides],
