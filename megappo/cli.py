@@ -84,10 +84,13 @@ def _bench(options: argparse.Namespace) -> int:
 
     from megappo.bench.shapes import QWEN
 
-    if options.size not in QWEN:
-        return _refuse(f"--size {options.size}: not a size: sizes are {', '.join(QWEN)}")
+    benchmark = importlib.import_module(f"megappo.bench.{options.name}")
+    sizes = getattr(benchmark, "SIZES", tuple(QWEN))
+    size = options.size or ("0.5b" if "0.5b" in sizes else sizes[0])
+    if size not in sizes:
+        return _refuse(f"--size {size}: not a size of bench {options.name}: sizes are {', '.join(sizes)}")
     more = {"optimizer": False} if options.name == "training" and options.no_optimizer else {}
-    importlib.import_module(f"megappo.bench.{options.name}").run(options.size, options.models, options.out, **more)
+    benchmark.run(size, options.models, options.out, **more)
     return 0
 
 
@@ -159,10 +162,9 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "measure a part against its bare counterpart, in one run"
     command = commands.add_parser("bench", help=text, description=text)
-    command.add_argument("name", choices=("rollout", "training", "sync", "step", "convert"))
-    command.add_argument(
-        "--size", default="0.5b", help="shape of the model, with random weights: 0.4b, 0.5b, 1.5b, 2b, 7b, tiny"
-    )
+    command.add_argument("name", choices=("rollout", "training", "sync", "step", "convert", "planning"))
+    sizes = "0.4b, 0.5b, 1.5b, 2b, 7b or tiny, with random weights (default 0.5b); planning: 405b, 1t-moe or all"
+    command.add_argument("--size", metavar="S", help=f"shape of the model: {sizes}")
     command.add_argument("--models", default="runs/bench", metavar="DIR", help="where models are made and kept")
     command.add_argument("--out", metavar="FILE", help="JSON file to add the table to")
     command.add_argument("--no-optimizer", action="store_true", help="training: an update ends with the gradients")

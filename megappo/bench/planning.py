@@ -54,13 +54,14 @@ def mixture_1t() -> TransferSpec:
 
 
 CLUSTERS = {"405b": dense_405b, "1t-moe": mixture_1t}
+SIZES = ("all", *CLUSTERS)
 
 
 def run(size: str, folder: str, out: str | None) -> None:
     """Time one rank's part and the whole plan.
 
     Args:
-        size: ``405b`` or ``1t-moe``; anything else for both.
+        size: one of :data:`CLUSTERS`, or ``all``.
         folder: not used: no model is made.
 
     Raises:
