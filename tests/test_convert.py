@@ -29,6 +29,12 @@ VOCABULARY = 70
 """Padded to 72 rows by Megatron for one rank, to 80 for two."""
 
 
+@pytest.fixture(autouse=True)
+def unfrozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command freezes what is imported, as it is about to end; this process goes on."""
+    monkeypatch.setattr("gc.freeze", lambda: None)
+
+
 def make(folder: Path, family: str = "qwen2", **changes: Any) -> Path:
     """A model folder with all that belongs to one; its weights in bfloat16."""
     make_model(folder, family, **{"num_hidden_layers": 2, "vocab_size": VOCABULARY, **changes})

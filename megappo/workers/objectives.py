@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from megappo.config import PPOConfig
-from megappo.models.language_head import Statistics
+from megappo.models.language_head import LanguageHead, Statistics
 from megappo.ppo.kl import kl_estimate
 from megappo.ppo.losses import aggregation_weights, policy_loss, value_loss
 from megappo.workers.settings import Totals
 
 if TYPE_CHECKING:  # the driver makes objectives too, and imports no Megatron
-    from megappo.workers.megatron_role import MegatronRole
     from megappo.workers.micro_batch import MicroBatch
+
+
+class Policy(Protocol):
+    """A role that has a language-model head on its last stage."""
+
+    @property
+    def head(self) -> LanguageHead: ...
 
 
 class Objective(Protocol):
@@ -27,7 +33,7 @@ class Objective(Protocol):
         ...
 
     def __call__(
-        self, output: torch.Tensor, micro: MicroBatch, totals: Totals, role: MegatronRole, /
+        self, output: torch.Tensor, micro: MicroBatch, totals: Totals, policy: Policy, /
     ) -> tuple[torch.Tensor, Statistics]:
         """(loss to add up, statistics to add up), all scalars; ``output`` is the last stage's."""
         ...
@@ -47,7 +53,7 @@ class ActorObjective:
         return ("logprobs", "advantages", *kl, *correction)
 
     def __call__(
-        self, output_th: torch.Tensor, micro: MicroBatch, totals: Totals, role: MegatronRole
+        self, output_th: torch.Tensor, micro: MicroBatch, totals: Totals, policy: Policy
     ) -> tuple[torch.Tensor, Statistics]:
         weights_n = _token_weights(micro, totals, self.ppo.aggregation)
 
@@ -55,7 +61,7 @@ class ActorObjective:
             data = {name: values_n[which] for name, values_n in micro.columns.items()}
             return self._loss(logprobs_c, entropies_c, data, weights_n[which], totals)
 
-        return role.head.loss(output_th[micro.rows_n], micro.targets_n, loss, temperature=self.temperature)
+        return policy.head.loss(output_th[micro.rows_n], micro.targets_n, loss, temperature=self.temperature)
 
     def _loss(
         self,
@@ -108,7 +114,7 @@ class CriticObjective:
         return ("values", "returns")
 
     def __call__(
-        self, output_t1: torch.Tensor, micro: MicroBatch, totals: Totals, role: MegatronRole
+        self, output_t1: torch.Tensor, micro: MicroBatch, totals: Totals, policy: Policy
     ) -> tuple[torch.Tensor, Statistics]:
         values_n = output_t1[micro.rows_n, 0]
         loss_n, stats = value_loss(
