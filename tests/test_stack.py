@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,7 +199,6 @@ def test_what_a_node_lacks_is_said_once_and_with_the_node(environment: Path) -> 
     install(environment, {**GPU, "transformer-engine": "2.9.0", "vllm": "0.27.1"})
     cluster = Cluster.__new__(Cluster)
     cluster.calls = Direct()  # type: ignore[assignment]
-    cluster.config = SimpleNamespace(run=SimpleNamespace(device="cuda"))  # type: ignore[assignment]
 
     def members(pool: str, *nodes: str) -> tuple[Member, ...]:
         return tuple(
@@ -208,9 +206,10 @@ def test_what_a_node_lacks_is_said_once_and_with_the_node(environment: Path) -> 
             for at, node in enumerate(nodes)
         )
 
-    cluster._check_stacks({"train": members("train", "good"), "reward": members("reward", "bad")})
+    megatron, rollout = stack.MEGATRON["cuda"], stack.ROLLOUT["cuda"]
+    cluster._check_stacks((members("train", "good"), megatron))
     with pytest.raises(stack.StackError) as failure:
-        cluster._check_stacks({"train": members("train", "good", "bad", "bad"), "rollout": members("rollout", "bad")})
+        cluster._check_stacks((members("train", "good", "bad", "bad"), megatron), (members("serve", "bad"), rollout))
     assert [line.split(",")[0] for line in failure.value.problems] == [
         "node bad: transformer-engine: 2.9.0 is too old",
         "node bad: vllm: 0.27.1 is too new",

@@ -165,29 +165,28 @@ class Cluster:
         self._owns_ray = start_ray(config)
         end_on_sigterm()
         self._pools = reserve_pools(config, min(config.run.timeout_s, 600.0), fixed=self._owns_ray)
-        roles: dict[str, MegatronRoleConfig] = {"actor": config.roles.actor, "critic": config.roles.critic}
-        if config.roles.reference is not None:
-            roles["reference"] = config.roles.reference
+        roles, device = config.roles.megatron, config.run.device
         self._layouts = layouts(roles, config.pools)
 
         hosted = {name: pool for name, pool in self._pools.items() if any(r.pool == name for r in roles.values())}
         shared = config.roles.rollout.pool in hosted
-        self._engines_sleep = shared and config.run.device == "cuda" and config.roles.rollout.sleep != "off"
-        started = {name: self._start_pool(name, pool) for name, pool in hosted.items()}
-        started["reward"] = self._start_rewards()
-        if not shared:
-            started["rollout"] = self._start_engines()
-        status(f"starting {sum(map(len, started.values()))} processes")
-        members = self._located(started)
-        joined = self._join_pools({name: members[name] for name in hosted})
+        self._engines_sleep = shared and device == "cuda" and config.roles.rollout.sleep != "off"
+        started = [self._start_pool(name, pool) for name, pool in hosted.items()]
+        started += [self._start_rewards(), [] if shared else self._start_engines()]
+        status(f"starting {sum(map(len, started))} processes")
+        *placed, scorers, serving = self._located(*started)
+        self._check_stacks(*((group, MEGATRON[device]) for group in placed), (serving, ROLLOUT[device]))
+        members = dict(zip(hosted, placed, strict=True))
+        joined = self._join_pools(members)
         self.device_name = next(iter(joined.values()))[0].name
-        if config.run.device == "cuda":
-            alone = {} if shared else {config.roles.rollout.pool: self._engine_devices(members["rollout"])}
+        if device == "cuda":
+            alone = {} if shared else {config.roles.rollout.pool: self._engine_devices(serving)}
             check_fit(config, {**joined, **alone})
         if shared:
-            members |= self._located({"rollout": self._start_engines_beside(members[config.roles.rollout.pool])})
-        self.rollout = RolloutGroup(members.pop("rollout"), self.calls)
-        self.reward = RewardGroup(members.pop("reward"), self.calls)
+            (serving,) = self._located(self._start_engines_beside(members[config.roles.rollout.pool]))
+            self._check_stacks((serving, ROLLOUT[device]))
+        self.rollout = RolloutGroup(serving, self.calls)
+        self.reward = RewardGroup(scorers, self.calls)
         engines = self.rollout.each("build", lambda _: (self._engine_settings(),))
         scoring = (config.model_folder("actor"), config.roles.reward.absolute(), list(data_sources))
         rewards = self.reward.each("build", lambda _: scoring)
@@ -197,8 +196,8 @@ class Cluster:
             self.rest_engines()
         groups = {}
         for name, role in roles.items():
-            placed = tuple(Member(m.actor, replace(m.place, role=name), m.device) for m in members[role.pool])
-            groups[name] = MegatronGroup(placed, self.calls, name, self._layouts[name])
+            ranks = tuple(Member(m.actor, replace(m.place, role=name), m.device) for m in members[role.pool])
+            groups[name] = MegatronGroup(ranks, self.calls, name, self._layouts[name])
         status("loading models")
         building = [group.build(self._settings(group, roles[name])) for name, group in groups.items()]
         self.gather(*building, rewards, *([] if shared else [engines]))
@@ -250,30 +249,31 @@ class Cluster:
         options = {"num_cpus": 0, "scheduling_strategy": here, "runtime_env": {"env_vars": environment}}
         return [Member(remote.options(**options).remote(log), Place("reward", 0, "driver", "?", log))]
 
-    def _located(self, started: dict[str, list[Member]]) -> dict[str, tuple[Member, ...]]:
-        """The same members, once they run, with their nodes and devices; each has the packages that it imports."""
-        asked = [Group(tuple(members), self.calls).each("whereabouts", lambda _: ()) for members in started.values()]
-        located = {
-            name: tuple(
+    def _located(self, *started: list[Member]) -> list[tuple[Member, ...]]:
+        """The same members, once they run, with their nodes and devices."""
+        asked = [Group(tuple(members), self.calls).each("whereabouts", lambda _: ()) for members in started]
+        return [
+            tuple(
                 Member(member.actor, replace(member.place, node=node), device)
                 for member, (node, device) in zip(members, found, strict=True)
             )
-            for (name, members), found in zip(started.items(), self.gather(*asked), strict=True)
-        }
-        self._check_stacks(located)
-        return located
+            for members, found in zip(started, self.gather(*asked), strict=True)
+        ]
 
-    def _check_stacks(self, members: Mapping[str, tuple[Member, ...]]) -> None:
-        device = self.config.run.device
-        apart = {"rollout": ROLLOUT[device], "reward": ()}
+    def _check_stacks(self, *processes: tuple[tuple[Member, ...], tuple[Wanted, ...]]) -> None:
+        """Whether processes have the packages that they are about to import.
+
+        Raises:
+            StackError: some do not.
+        """
 
         def asking(group: tuple[Member, ...], wanted: tuple[Wanted, ...]) -> Pending[Any]:
             return Group(group, self.calls).each("stack_problems", lambda _: (wanted,))
 
-        asked = [asking(group, apart.get(name, MEGATRON[device])) for name, group in members.items()]
+        asked = [asking(*process) for process in processes]
         found = {
             f"node {member.place.node}: {problem}": None  # once a node
-            for group, answers in zip(members.values(), self.gather(*asked), strict=True)
+            for (group, _), answers in zip(processes, self.gather(*asked), strict=True)
             for member, problems in zip(group, answers, strict=True)
             for problem in problems
         }
