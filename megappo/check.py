@@ -240,6 +240,8 @@ def _layouts(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[str]:
         prefix = f"roles.{name}"
         if spec:
             yield from _under(prefix, legality.megatron_model_problems(spec, role.tp, role.pp), ".")
+            for line in legality.pipeline_warnings(spec, role.pp):
+                yield _Warning(f"{prefix}.{line}")
         yield from _under(prefix, legality.megatron_size_problems(role.tp, role.sequence_parallel), ".")
         if pool:
             shape = (pool.nodes, pool.devices_per_node)

@@ -23,6 +23,16 @@ SMOLLM2 = Sizes(num_layers=30, num_heads=9, num_kv_heads=3, ffn_hidden_size=1536
 QWEN_05B = Sizes(num_layers=24, num_heads=14, num_kv_heads=2, ffn_hidden_size=4864)
 
 
+def test_lopsided_pipelines() -> None:
+    assert list(legality.pipeline_warnings(Sizes(num_layers=4), 3)) == []  # 1, 2, 1: no layout of three is evener
+    assert list(legality.pipeline_warnings(Sizes(num_layers=4), 5)) == [], "an error of its own"
+    assert list(legality.pipeline_warnings(Sizes(num_layers=30), 4)) == []  # 7, 8, 8, 7
+    assert list(legality.pipeline_warnings(Sizes(num_layers=28), 16)) == [
+        "pp: 16 stages share 28 layers unevenly: the fullest has 7 where 2 would do, so that the others wait: even are "
+        "1, 2, 4, 7, 14, 28"
+    ]
+
+
 def test_sizes_for_eight_bits() -> None:
     assert list(legality.fp8_problems(Sizes(), 2)) == []  # 32, 16, 32 and 128
     (line,) = legality.fp8_problems(Sizes(hidden_size=40), 4)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+from megappo.layout.mesh import stage_layers
+
 
 class ModelSizes(Protocol):
     """The sizes of a model that layouts depend on; :class:`~megappo.models.spec.ModelSpec` has them."""
@@ -51,6 +53,22 @@ def megatron_model_problems(model: ModelSizes, tp: int, pp: int) -> Iterator[str
         yield f"tp: {tp} {' and '.join(reasons)}: legal are {_listed(megatron_tp(model))}"
     if pp > model.num_layers:
         yield f"pp: {pp} stages cannot share {model.num_layers} layers: legal are 1 to {model.num_layers}"
+
+
+def pipeline_warnings(model: ModelSizes, pp: int) -> Iterator[str]:
+    """What a pipeline allows but makes slow. Numbers of stages that do not fit are passed over.
+
+    Megatron's middle stages are all of one size, so some numbers of layers can only be shared very unevenly.
+    """
+    if not 1 < pp <= model.num_layers:
+        return
+    fullest, least = max(map(len, stage_layers(model.num_layers, pp))), -(-model.num_layers // pp)
+    if fullest > least:
+        even = [size for size in divisors(model.num_layers) if size <= 2 * pp]
+        yield (
+            f"pp: {pp} stages share {model.num_layers} layers unevenly: the fullest has {fullest} where {least} would "
+            f"do, so that the others wait: even are {_listed(even)}"
+        )
 
 
 FP8_MULTIPLE = 16
