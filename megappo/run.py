@@ -84,7 +84,10 @@ class Run:
         )
         self._log = RunLog(self.folder)
         self._trackers: Trackers | None = None
-        write_whole(self.folder / "config.yaml", dump_config(config))
+        stored = self.folder / "config.yaml"
+        resumes = self.checkpoints.latest() is not None and stored.is_file()
+        self._changes = changed_settings(stored.read_text(), dump_config(config)) if resumes else []
+        write_whole(stored, dump_config(config))
         self.console = Console(config.run.steps)
         self.console.start(
             f"megappo: {self.folder}",
@@ -140,6 +143,8 @@ class Run:
         )
         if resumed_at is not None:
             self.console.status(f"resumed from the checkpoint of step {resumed_at}")
+            if self._changes:
+                self.console.status(f"with other settings than before: {', '.join(self._changes)}")
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Record one step everywhere."""
@@ -187,6 +192,23 @@ class Run:
 def _samples(rows: pa.Table, step: int, kind: str) -> list[dict[str, Any]]:
     table = rows.slice(0, SAMPLES).select(SAMPLE_COLUMNS)
     return [{"step": step, "kind": kind, "prompt": row.pop("prompt_text"), **row} for row in table.to_pylist()]
+
+
+def changed_settings(before: str, after: str) -> list[str]:
+    """``key: old -> new`` of every setting that differs between two resolved configurations, given as YAML."""
+    old, new = _leaves(yaml.safe_load(before)), _leaves(yaml.safe_load(after))
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return [f"{key}: {old.get(key, 'none')} -> {new.get(key, 'none')}" for key in keys]
+
+
+def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {
+        key: value
+        for name, child in tree.items()
+        for key, value in _leaves(child, f"{prefix}.{name}" if prefix else str(name)).items()
+    }
 
 
 def write_whole(path: Path, text: str) -> None:

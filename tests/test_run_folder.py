@@ -27,7 +27,7 @@ from megappo.data.requests import make_requests
 from megappo.report import rollout_dump
 from megappo.report.run_log import read_samples
 from megappo.report.step_metrics import batch_metrics
-from megappo.run import Run
+from megappo.run import Run, changed_settings
 from megappo.run_lock import RunInUse, RunLock
 
 
@@ -103,6 +103,17 @@ def test_a_kill_does_not_damage_the_configuration(folder: Path, monkeypatch: pyt
     with pytest.raises(SystemExit):
         Run(config("run.steps=8"))
     assert (folder / "run/config.yaml").read_bytes() == before
+
+
+def test_changed_settings_are_listed() -> None:
+    before = "run: {steps: 5, dir: a}\nroles: {actor: {tp: 2}, reference: {tp: 1}}\n"
+    after = "run: {steps: 9, dir: a}\nroles: {actor: {tp: 1}}\n"
+    assert changed_settings(before, after) == [
+        "run.steps: 5 -> 9",
+        "roles.actor.tp: 2 -> 1",
+        "roles.reference.tp: 1 -> none",
+    ]
+    assert changed_settings(before, before) == []
 
 
 def test_requests(folder: Path) -> None:
