@@ -26,6 +26,7 @@ FIXED_ON_RESUME = (
     "data.overlong",
     "data.shuffle",
     "roles.rollout.samples_per_prompt",
+    "ppo.estimator",
     "ppo.mini_batch",
     "ppo.epochs",
 )
@@ -378,6 +379,19 @@ def _ppo(config: Config) -> Iterator[str]:
         yield (
             f"ppo.kl.horizon: {ppo.kl.horizon} is too short for the {responses} responses of a step, so that the "
             f"adaptive coefficient could turn negative: give at least {responses // 5 + 1}"
+        )
+    if ppo.needs_critic and config.roles.critic is None:
+        yield "roles.critic: missing, but ppo.estimator gae needs its values: add it, or choose another estimator"
+    if ppo.needs_critic and config.roles.critic is not None and ppo.critic_lr is None:
+        yield "ppo.critic_lr: missing, but the critic trains: give a learning rate"
+    if not ppo.needs_critic and config.roles.critic is not None:
+        yield f"roles.critic: ppo.estimator {ppo.estimator} needs no values: leave it out, or set gae"
+    if not ppo.needs_critic and ppo.critic_warmup:
+        yield f"ppo.critic_warmup: {ppo.critic_warmup} steps without a critic to train: set 0"
+    if ppo.compares_responses and rollout.samples_per_prompt < 2:
+        yield (
+            f"ppo.estimator: {ppo.estimator} compares the responses to a prompt, and "
+            f"roles.rollout.samples_per_prompt is {rollout.samples_per_prompt}: give at least 2"
         )
     if ppo.critic_warmup >= config.run.steps:
         yield _Warning(

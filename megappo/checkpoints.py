@@ -43,8 +43,7 @@ class Checkpoints:
         partial = final.with_name(final.name + PARTIAL)
         for leftover in self.folder.glob(f"step_*{PARTIAL}"):
             shutil.rmtree(leftover)
-        for part in ("actor", "critic"):
-            (partial / part).mkdir(parents=True)
+        partial.mkdir(parents=True)
         yield partial
         if not (partial / STATE_NAME).is_file():
             raise RuntimeError(f"{partial}: the checkpoint was not finished")

@@ -19,6 +19,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 Recompute = Literal["none", "selective", "full"]
 Fp8 = Literal["none", "tensorwise", "blockwise"]
 Offload = Literal["none", "optimizer", "all"]
+Estimator = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 
 class ConfigError(ValueError):
@@ -140,7 +141,7 @@ class RewardConfig:
 @dataclass(frozen=True, kw_only=True)
 class RolesConfig:
     actor: MegatronRoleConfig = key("the policy that is trained")
-    critic: MegatronRoleConfig = key("the value function that is trained")
+    critic: MegatronRoleConfig | None = key("the value function that is trained, where ppo.estimator is gae", None)
     reference: MegatronRoleConfig | None = key("the frozen policy that KL terms compare with", None)
     rollout: RolloutConfig = key("the engines that generate")
     reward: RewardConfig = key("what scores a response")
@@ -192,6 +193,11 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig:
+    estimator: Estimator = key(
+        "where advantages come from: a critic (gae), the other responses to the prompt (grpo, dr_grpo, rloo, "
+        "reinforce_plus_plus_baseline), or the rewards alone (reinforce_plus_plus)",
+        "gae",
+    )
     gamma: float = key("discount", 1.0, at_least=0, at_most=1)
     lam: float = key("lambda of generalised advantage estimation", 0.95, at_least=0, at_most=1)
     clip: float = key("ratio clipping below: 1 - clip", 0.2, above=0, at_most=1)
@@ -199,7 +205,9 @@ class PPOConfig:
     dual_clip: float | None = key("bound of the ratio where advantages are negative; null: none", 3.0, above=1)
     value_clip: float | None = key("clipping of value changes; null: none", 0.2, above=0)
     entropy_coef: float = key("coefficient of the entropy bonus", 0.0, at_least=0)
-    whiten_advantages: bool = key("give advantages mean 0 and variance 1 over the batch", True)
+    whiten_advantages: bool | None = key(
+        "give advantages mean 0 and variance 1 over the batch; null: for gae and reinforce_plus_plus", None
+    )
     aggregation: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = key(
         "how the loss is averaged over a mini-batch", "token_mean"
     )
@@ -207,10 +215,26 @@ class PPOConfig:
     epochs: int = key("passes over each step's batch", 1, at_least=1)
     critic_warmup: int = key("first steps in which only the critic trains", 0, at_least=0)
     actor_lr: float = key("peak learning rate of the actor", at_least=0)
-    critic_lr: float = key("peak learning rate of the critic", at_least=0)
+    critic_lr: float | None = key("peak learning rate of the critic", None, at_least=0)
     kl: KLConfig = key("KL against the reference", KLConfig())
     correction: CorrectionConfig = key("correction of off-policy responses", CorrectionConfig())
     optimizer: OptimizerConfig = key("AdamW and its schedule", OptimizerConfig())
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether advantages come from values."""
+        return self.estimator == "gae"
+
+    @property
+    def compares_responses(self) -> bool:
+        """Whether advantages come from several responses to a prompt."""
+        return self.estimator not in ("gae", "reinforce_plus_plus")
+
+    @property
+    def whitens(self) -> bool:
+        """Whether advantages are whitened: as the estimator's paper has it, unless configured."""
+        papers = self.estimator in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+        return papers if self.whiten_advantages is None else self.whiten_advantages
 
 
 @dataclass(frozen=True, kw_only=True)

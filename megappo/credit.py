@@ -13,9 +13,17 @@ import torch
 
 from megappo.config import PPOConfig
 from megappo.data import batch
+from megappo.ppo import estimators
 from megappo.ppo.advantages import gae, token_rewards_bt, whiten
 from megappo.ppo.correction import truncated_weights
 from megappo.ppo.kl import KLController, kl_estimate
+
+GROUPED = {
+    "grpo": estimators.grpo,
+    "dr_grpo": estimators.dr_grpo,
+    "rloo": estimators.rloo,
+    "reinforce_plus_plus_baseline": estimators.dr_grpo,  # which is then whitened
+}
 
 
 @dataclass(frozen=True)
@@ -23,8 +31,8 @@ class Credit:
     """What :func:`assign_credit` gives.
 
     Attributes:
-        table: ``id``, ``rewards``, ``advantages``, ``returns`` and, where a correction is configured, ``correction``,
-            ragged float32 over response tokens.
+        table: ``id``, ``rewards``, ``advantages``, with a critic ``returns`` and, where a correction is configured,
+            ``correction``, ragged float32 over response tokens.
         mean_kl: estimated KL to the reference per response, in nats; 0 without a reference.
         mean_token_kl: the same per token.
     """
@@ -35,30 +43,28 @@ class Credit:
 
 
 def assign_credit(rows: pa.Table, ppo: PPOConfig, controller: KLController) -> Credit:
-    """Token-level rewards (score on the last token, KL penalty on each) and their generalised advantages.
+    """Token-level rewards (score on the last token, KL penalty on each) and the advantages that follow from them.
 
     Args:
-        rows: ``id``, ``score``, ``values``, ``logprobs``; ``ref_logprobs`` where a KL term is in use; and
-            ``rollout_logprobs`` where a correction is configured.
+        rows: ``id``, ``score``, ``logprobs``; ``values`` with a critic, ``prompt_index`` where responses to a prompt
+            are compared; ``ref_logprobs`` where a KL term is in use; and ``rollout_logprobs`` where a correction is
+            configured.
         controller: holds the coefficient of the penalty.
     """
-    values_np, mask_np = batch.pad(rows, "values")
-    values_bt, mask_bt = torch.from_numpy(values_np), torch.from_numpy(mask_np)
+    logprobs_np, mask_np = batch.pad(rows, "logprobs")
+    mask_bt = torch.from_numpy(mask_np)
     scores_b = torch.from_numpy(batch.column(rows, "score").astype(np.float32))
     kl_bt = None
     if "ref_logprobs" in rows.column_names:
-        logprobs_bt, ref_logprobs_bt = (
-            torch.from_numpy(batch.pad(rows, name)[0]) for name in ("logprobs", "ref_logprobs")
-        )
-        kl_bt = torch.where(mask_bt, kl_estimate(logprobs_bt, ref_logprobs_bt, ppo.kl.estimator), 0.0)
+        reference_bt = torch.from_numpy(batch.pad(rows, "ref_logprobs")[0])
+        kl_bt = torch.where(mask_bt, kl_estimate(torch.from_numpy(logprobs_np), reference_bt, ppo.kl.estimator), 0.0)
     penalised = kl_bt if ppo.kl.in_reward else None
     rewards_bt = token_rewards_bt(scores_b, penalised, mask_bt, controller.coef)
-    advantages_bt, returns_bt = gae(rewards_bt, values_bt, mask_bt, ppo.gamma, ppo.lam)
-    if ppo.whiten_advantages:
-        advantages_bt = whiten(advantages_bt, mask_bt)
-    columns = {"rewards": rewards_bt, "advantages": advantages_bt, "returns": returns_bt}
+    columns = {"rewards": rewards_bt, **_advantages(rows, ppo, rewards_bt, mask_bt)}
+    if ppo.whitens:
+        columns["advantages"] = whiten(columns["advantages"], mask_bt)
     if ppo.correction.level != "off":
-        trained_bt, drawn_bt = (torch.from_numpy(batch.pad(rows, name)[0]) for name in ("logprobs", "rollout_logprobs"))
+        trained_bt, drawn_bt = torch.from_numpy(logprobs_np), torch.from_numpy(batch.pad(rows, "rollout_logprobs")[0])
         level, threshold = ppo.correction.level, ppo.correction.threshold
         columns["correction"] = truncated_weights(trained_bt, drawn_bt, mask_bt, level=level, threshold=threshold)
     ragged = {name: batch.unpad(x_bt.float().numpy(), mask_np) for name, x_bt in columns.items()}
@@ -67,3 +73,17 @@ def assign_credit(rows: pa.Table, ppo: PPOConfig, controller: KLController) -> C
         mean_kl=0.0 if kl_bt is None else float(kl_bt.sum(1).mean()),
         mean_token_kl=0.0 if kl_bt is None else float(kl_bt.sum() / mask_bt.sum()),
     )
+
+
+def _advantages(
+    rows: pa.Table, ppo: PPOConfig, rewards_bt: torch.Tensor, mask_bt: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """``advantages``, not yet whitened, and with a critic ``returns``."""
+    if ppo.needs_critic:
+        values_bt = torch.from_numpy(batch.pad(rows, "values")[0])
+        advantages_bt, returns_bt = gae(rewards_bt, values_bt, mask_bt, ppo.gamma, ppo.lam)
+        return {"advantages": advantages_bt, "returns": returns_bt}
+    if ppo.compares_responses:
+        groups_b = torch.from_numpy(batch.column(rows, "prompt_index").copy())
+        return {"advantages": GROUPED[ppo.estimator](rewards_bt, mask_bt, groups_b)}
+    return {"advantages": estimators.reinforce_plus_plus(rewards_bt, mask_bt, ppo.gamma)}

@@ -157,7 +157,8 @@ class Run:
         """Log some of a training batch's responses and, if asked for, dump it whole; returns its metrics."""
         dump = self.config.run.dump_rollouts
         all_columns = {name for part in batch.parts for name in part[0].columns} - {"id"}
-        rows = batch.read(*sorted(all_columns if dump else {*BATCH_COLUMNS, *SAMPLE_COLUMNS, *FAILURE_COLUMNS}))
+        needed = {*BATCH_COLUMNS, *SAMPLE_COLUMNS, *FAILURE_COLUMNS} & all_columns
+        rows = batch.read(*sorted(all_columns if dump else needed))
         if dump:
             self._dump.write(step, rows)
         self._log.log_samples(_samples(rows, step, "train"))

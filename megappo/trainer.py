@@ -72,7 +72,7 @@ class Trainer:
         self.cluster.rest_engines()
         batch = self.evaluate(batch)
         evaluated = time.time()
-        rows = batch.read("logprobs", "values", "score", *self.further_columns)
+        rows = batch.read("logprobs", "score", *self.further_columns)
         credit = assign_credit(rows, config.ppo, self.controller)
         batch = batch.with_columns([put_table(credit.table)])
         credited = time.time()
@@ -113,9 +113,11 @@ class Trainer:
     @property
     def further_columns(self) -> tuple[str, ...]:
         """What credit assignment reads beside the essentials, as configured."""
+        values = ("values",) if self.cluster.critic is not None else ()
+        groups = ("prompt_index",) if self.config.ppo.compares_responses else ()
         reference = ("ref_logprobs",) if self.cluster.reference is not None else ()
         correction = ("rollout_logprobs",) if self.config.ppo.correction.level != "off" else ()
-        return (*reference, *correction)
+        return (*values, *groups, *reference, *correction)
 
     def generate(self) -> Batch:
         """Sample responses to the step's prompts."""
@@ -140,8 +142,9 @@ class Trainer:
         pending = [
             cluster.reward.score(batch),
             cluster.actor.score("logprobs", batch, column="logprobs", temperature=temperature),
-            cluster.critic.score("values", batch),
         ]
+        if cluster.critic is not None:
+            pending.append(cluster.critic.score("values", batch))
         if cluster.reference is not None:
             options = {"column": "ref_logprobs", "temperature": temperature}
             pending.append(cluster.reference.score("logprobs", batch, **options))
@@ -155,25 +158,30 @@ class Trainer:
             for epoch in range(ppo.epochs)
             for rows in mini_batches(len(batch.ids), ppo.mini_batch, f"{run.seed}/{self.step}/{epoch}")
         ]
-        rates = {
-            role: learning_rate(
-                self.step,
-                base=base,
-                warmup_steps=ppo.optimizer.warmup_steps,
-                total_steps=run.steps,
-                schedule=ppo.optimizer.schedule,
-                min_ratio=ppo.optimizer.min_lr_ratio,
-            )
-            for role, base in (("actor", ppo.actor_lr), ("critic", ppo.critic_lr))
-        }
-        pending = [self.cluster.critic.update(batch, steps, CriticObjective(ppo), rates["critic"])]
-        if self.step >= ppo.critic_warmup:
-            objective = ActorObjective(ppo, self.config.roles.rollout.temperature)
-            pending.append(self.cluster.actor.update(batch, steps, objective, rates["actor"]))
+        temperature = self.config.roles.rollout.temperature
+        objectives = {"critic": CriticObjective(ppo), "actor": ActorObjective(ppo, temperature)}
+        peaks = {"critic": ppo.critic_lr, "actor": ppo.actor_lr}
+        rates = {role: self._learning_rate(peaks[role] or 0.0) for role in self.cluster.trained}
+        pending = [
+            group.update(batch, steps, objectives[role], rates[role])
+            for role, group in self.cluster.trained.items()
+            if role == "critic" or self.step >= ppo.critic_warmup
+        ]
         out: Metrics = {f"{role}/lr": rate for role, rate in rates.items()}
         for metrics in self.cluster.gather(*pending):
             out |= metrics
         return out
+
+    def _learning_rate(self, peak: float) -> float:
+        optimizer = self.config.ppo.optimizer
+        return learning_rate(
+            self.step,
+            base=peak,
+            warmup_steps=optimizer.warmup_steps,
+            total_steps=self.config.run.steps,
+            schedule=optimizer.schedule,
+            min_ratio=optimizer.min_lr_ratio,
+        )
 
     def validate(self) -> Metrics:
         """Score the validation prompts with the current weights."""
@@ -205,7 +213,7 @@ class Trainer:
         began = time.time()
         cluster = self.cluster
         with cluster.everything_loaded(self.step), self.run.checkpoints.writing(self.step) as folder:
-            cluster.gather(cluster.actor.save(str(folder / "actor")), cluster.critic.save(str(folder / "critic")))
+            cluster.gather(*(group.save(str(folder / role)) for role, group in cluster.trained.items()))
             self.run.checkpoints.write_state(folder, {"step": self.step, "kl_coef": self.controller.coef})
             self.run.log(self.step, {**metrics, "timing_s/save_checkpoint": time.time() - began})
 
@@ -214,7 +222,7 @@ class Trainer:
         latest = self.run.checkpoints.latest()
         if latest is not None:
             cluster = self.cluster
-            cluster.gather(cluster.actor.load(str(latest / "actor")), cluster.critic.load(str(latest / "critic")))
+            cluster.gather(*(group.load(str(latest / role)) for role, group in cluster.trained.items()))
             state = self.run.checkpoints.read_state(latest)
             self.step = state["step"]
             if self.controller.target is not None:  # a fixed coefficient is the configuration's, also if it changed

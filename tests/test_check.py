@@ -52,6 +52,23 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
         ("roles.critic.sequence_parallel=true",),
         "roles.critic.sequence_parallel: true needs tp > 1: set it to false, or raise tp",
     ),
+    "no critic": (
+        ("roles.critic=null",),
+        "roles.critic: missing, but ppo.estimator gae needs its values: add it, or choose another estimator",
+    ),
+    "no rate for the critic": (
+        ("ppo.critic_lr=null",),
+        "ppo.critic_lr: missing, but the critic trains: give a learning rate",
+    ),
+    "a critic for nothing": (
+        ("ppo.estimator=rloo",),
+        "roles.critic: ppo.estimator rloo needs no values: leave it out, or set gae",
+    ),
+    "nothing to compare": (
+        ("ppo.estimator=grpo", "roles.critic=null", "roles.rollout.samples_per_prompt=1", "ppo.mini_batch=8"),
+        "ppo.estimator: grpo compares the responses to a prompt, and roles.rollout.samples_per_prompt is 1: give at "
+        "least 2",
+    ),
     "eight bits on CPU": (
         ("roles.critic.fp8=tensorwise",),
         "roles.critic.fp8: tensorwise needs CUDA and bfloat16, not run.device cpu and run.dtype bfloat16: set none, or "

@@ -54,6 +54,36 @@ def test_worked_by_hand() -> None:
     assert credit.table.schema.field("advantages").type == pa.list_(pa.float32())
 
 
+def test_without_a_critic() -> None:
+    """Four responses to two prompts, rewards -0.1 k1 on each token and the score on the last: in all 2.1, 0, 5, 1."""
+    rows = pa.table(
+        {
+            "id": pa.array([0, 1, 2, 3], pa.int64()),
+            "prompt_index": pa.array([8, 3, 8, 3], pa.int64()),
+            "score": pa.array([2.0, 0.0, 5.0, 1.0], pa.float32()),
+            "logprobs": ragged([-1.0, -3.0], [-1.0], [-1.0], [-1.0, -1.0]),
+            "ref_logprobs": ragged([-2.0, -1.0], [-1.0], [-1.0], [-1.0, -1.0]),
+        }
+    )
+
+    def advantages(estimator: str) -> list[float]:
+        ppo = replace(PPO, estimator=estimator, whiten_advantages=None)  # type: ignore[arg-type]
+        table = assign_credit(rows, ppo, FIXED).table
+        assert "returns" not in table.column_names
+        return batch.flat(table, "advantages").tolist()
+
+    assert advantages("rloo") == pytest.approx([-2.9, -2.9, -1.0, 2.9, 1.0, 1.0], abs=1e-6)
+    assert advantages("dr_grpo") == pytest.approx([-1.45, -1.45, -0.5, 1.45, 0.5, 0.5], abs=1e-6)
+    half = 0.5**0.5  # a half over the deviation of two, which is their distance over the root of two
+    assert advantages("grpo") == pytest.approx([-half, -half, -half, half, half, half], abs=1e-5)
+    plain = np.array([-0.1 + 0.5 * 2.2, 2.2, 0.0, 5.0, 0.5, 1.0])  # gamma is a half
+    white = (plain - plain.mean()) / plain.std(ddof=1)
+    assert advantages("reinforce_plus_plus") == pytest.approx(white, abs=1e-5)
+    centred = np.array([-1.45, -1.45, -0.5, 1.45, 0.5, 0.5])
+    white = (centred - centred.mean()) / centred.std(ddof=1)
+    assert advantages("reinforce_plus_plus_baseline") == pytest.approx(white, abs=1e-5)
+
+
 def test_whitening_is_over_all_tokens_and_leaves_returns_alone() -> None:
     plain = assign_credit(by_hand(), PPO, FIXED)
     white = assign_credit(by_hand(), replace(PPO, whiten_advantages=True), FIXED)

@@ -33,13 +33,14 @@ class Cluster:
     """The worker groups of a run, as a context manager.
 
     Attributes:
-        actor, critic, reference, rollout, reward: the groups; ``reference`` is ``None`` where no KL term is in use.
+        actor, critic, reference, rollout, reward: the groups; ``critic`` is ``None`` where advantages need no values,
+            ``reference`` where no KL term is in use.
         calls: waits for what they were asked.
         device_name: of the Megatron processes' devices, as CUDA names it; "cpu" without.
     """
 
     actor: MegatronGroup
-    critic: MegatronGroup
+    critic: MegatronGroup | None
     reference: MegatronGroup | None
     rollout: RolloutGroup
     reward: RewardGroup
@@ -88,6 +89,11 @@ class Cluster:
     def gather(self, *pending: Pending[Any]) -> list[Any]:
         """See :meth:`Calls.gather`."""
         return self.calls.gather(*pending)
+
+    @property
+    def trained(self) -> dict[str, MegatronGroup]:
+        """The roles that learn."""
+        return {**({} if self.critic is None else {"critic": self.critic}), "actor": self.actor}
 
     def rest_engines(self) -> None:
         """Give the engines' memory to the roles that share their devices; a weight sync wakes them again."""
@@ -201,7 +207,7 @@ class Cluster:
         status("loading models")
         building = [group.build(self._settings(group, roles[name])) for name, group in groups.items()]
         self.gather(*building, rewards, *([] if shared else [engines]))
-        self.actor, self.critic, self.reference = groups["actor"], groups["critic"], groups.get("reference")
+        self.actor, self.critic, self.reference = groups["actor"], groups.get("critic"), groups.get("reference")
         status("connecting actor and engines")
         self._connect()
 

@@ -35,9 +35,7 @@ PASSES: Mapping[str, tuple[str, bool]] = {
 def speed_workers(config: Config) -> dict[str, Worker]:
     """Each role's model and the devices of its pool."""
     roles = config.roles
-    pools = {"actor": roles.actor.pool, "critic": roles.critic.pool, "rollout": roles.rollout.pool}
-    if roles.reference is not None:
-        pools["reference"] = roles.reference.pool
+    pools = {"rollout": roles.rollout.pool, **{name: role.pool for name, role in roles.megatron.items()}}
     return {
         role: Worker(
             read_model_spec(config.model_folder("actor" if role == "rollout" else role)),

@@ -46,16 +46,13 @@ def batch_metrics(rows: pa.Table, max_prompt: int, max_response: int) -> Metrics
     score.
     """
     prompts, responses = batch.lengths(rows, "prompt_ids"), batch.lengths(rows, "response_ids")
-    values, returns = batch.flat(rows, "values"), batch.flat(rows, "returns")
     rewards = np.array([row.sum() for row in batch.split_rows(rows, "rewards")])
     cut = np.array([reason == "length" for reason in rows.column("finish_reason").to_pylist()])
     out = {
         **summary("critic/score", batch.column(rows, "score")),
         **summary("critic/rewards", rewards),
         **summary("critic/advantages", batch.flat(rows, "advantages")),
-        **summary("critic/returns", returns),
-        **summary("critic/values", values),
-        "critic/vf_explained_var": explained_variance(torch.tensor(values), torch.tensor(returns)),
+        **_value_metrics(rows),
         **summary("response_length", responses),
         "response_length/clip_ratio": float(cut.mean()),
         **summary("prompt_length", prompts),
@@ -74,11 +71,23 @@ def batch_metrics(rows: pa.Table, max_prompt: int, max_response: int) -> Metrics
     return out
 
 
+def _value_metrics(rows: pa.Table) -> Metrics:
+    """Of the critic; nothing where there is none."""
+    if "values" not in rows.column_names:
+        return {}
+    values, returns = batch.flat(rows, "values"), batch.flat(rows, "returns")
+    return {
+        **summary("critic/returns", returns),
+        **summary("critic/values", values),
+        "critic/vf_explained_var": explained_variance(torch.tensor(values), torch.tensor(returns)),
+    }
+
+
 BATCH_COLUMNS = (
     *("prompt_ids", "response_ids", "finish_reason", "score", "failed", "extras", "data_source"),
     *("rollout_logprobs", "logprobs", "values", "rewards", "advantages", "returns"),
 )
-"""What :func:`batch_metrics` reads."""
+"""What :func:`batch_metrics` reads; a batch without a critic has no values and returns."""
 
 
 def reward_extras(rows: pa.Table) -> dict[str, np.ndarray]:

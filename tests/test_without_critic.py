@@ -1,0 +1,48 @@
+"""A whole run in which responses to a prompt are compared: no critic, no reference, and it resumes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+from small_run import CONFIG, Command, make_run_folder
+
+from megappo.data import batch
+from megappo.report.run_log import read_log
+
+POOLS = "pools: {train: {devices_per_node: 1}, serve: {devices_per_node: 1}}\n"
+ROLES = """\
+roles:
+  actor: {pool: train, micro_batch_tokens: 100}
+  rollout: {pool: serve, samples_per_prompt: 3, kv_cache_gib: 0.1}
+  reward: {function: "score.py:compute_score", processes: 1}
+"""
+PPO = "ppo: {estimator: grpo, mini_batch: 8, actor_lr: 1.0e-3, kl: {in_reward: false}}\n"
+
+
+def test_group_relative_run(tmp_path: Path) -> None:
+    folder = make_run_folder(tmp_path / "work")
+    text = CONFIG
+    for section, replacement in (("pools", POOLS), ("roles", ROLES), ("ppo", PPO)):
+        text = re.sub(rf"{section}:\n(  .*\n)+", replacement, text)
+    (folder / "config.yaml").write_text(text)
+    for steps in (2, 3):
+        command = Command(folder, f"run.steps={steps}", "run.validate_every=0")
+        assert command.wait() == 0, command.text
+    assert "resumed from the checkpoint of step 2" in command.text
+    assert "run.steps: 2 -> 3" in command.text
+    rows = pq.read_table(folder / "run" / "rollouts" / "step_3.parquet")
+    assert not {"values", "returns", "ref_logprobs"} & set(rows.column_names)
+    first = np.array([row[0] for row in batch.split_rows(rows, "advantages")])
+    scores, groups = batch.column(rows, "score"), batch.column(rows, "prompt_index")
+    assert len(set(groups)) == 6  # of seven prompts: an epoch ends, and one comes twice, with six responses to compare
+    for group in set(groups):
+        own = scores[groups == group]
+        np.testing.assert_allclose(first[groups == group], (own - own.mean()) / (own.std(ddof=1) + 1e-6), atol=1e-4)
+    metrics = read_log(folder / "run")[-1]["metrics"]
+    assert "actor/pg_loss" in metrics
+    assert not [name for name in metrics if name.startswith(("critic/v", "timing_s/val"))]
+    kept = folder / "run" / "checkpoints" / "step_3"
+    assert sorted(path.name for path in kept.iterdir() if path.is_dir()) == ["actor"]
