@@ -11,6 +11,7 @@ from pathlib import Path
 from megappo import __version__
 from megappo.check import Report, check_file
 from megappo.config import Config, describe_config
+from megappo.data.published import INSTRUCTIONS
 from megappo.stack import check_driver
 
 BAD_INPUT = 2
@@ -76,6 +77,20 @@ def _arithmetic(options: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         return _refuse(str(error))
     print(*paths, sep="\n")
+    return 0
+
+
+def _published(options: argparse.Namespace) -> int:
+    from megappo.data.published.write import write_dataset
+
+    chosen = {name: getattr(options, name) for name in ("validation", "seed", "instruction")}
+    try:
+        written = write_dataset(options.name, options.src, options.out, **chosen)
+    except (ValueError, OSError) as error:
+        return _refuse(str(error))
+    _print_report(Report(warnings=written.notes))
+    for path, rows in written.rows.items():
+        print(f"{path}: {rows:,} rows")
     return 0
 
 
@@ -202,4 +217,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--chat", action="store_true", help="write chat messages instead of plain strings")
     command.add_argument("--word-problems", action="store_true", help="write one- and two-step word problems")
     command.set_defaults(run=_arithmetic)
+    for name, instruction in INSTRUCTIONS.items():
+        text = f"convert the published files of {name} to train.parquet and validation.parquet"
+        command = kinds.add_parser(name, help=text, description=text)
+        command.add_argument("src", metavar="SRC", help="parquet, JSON (lines, .gz) or Arrow file, or a folder of them")
+        command.add_argument("out", metavar="OUT", help="folder to write to")
+        text = "questions to draw from the training split (default: the published split, or else a twentieth)"
+        command.add_argument("--validation", type=int, metavar="N", help=text)
+        command.add_argument("--seed", type=int, default=0, metavar="S", help="seed of that draw (default: 0)")
+        text = "system message" if name == "hh-rlhf" else "text after each question"
+        command.add_argument("--instruction", metavar="TEXT", help=f"{text} (default: {instruction or 'none'})")
+        command.set_defaults(run=_published, name=name)
     return parser
