@@ -57,7 +57,7 @@ def test_gsm8k_in_verls_columns(tmp_path: Path) -> None:
         },
     }
     [note] = written.notes
-    assert "socratic/train-00000-of-00001.parquet: left out" in note
+    assert note == (f"left out {tmp_path}/src/socratic/train-00000-of-00001.parquet: give one as SRC to use it instead")
     for row in read(train):
         assert gsm8k.compute_score("", row["extra_info"]["answer"], row["reward_model"]["ground_truth"])["score"] == 1
 
@@ -202,7 +202,7 @@ def test_hh_rlhf_gives_prompts_pairs_and_supervised_text(tmp_path: Path) -> None
         name: 6 if "train" in name else 2 for name in names
     }
     [note] = written.notes
-    assert "red_team_attempts.jsonl.gz: left out" in note
+    assert "red_team_attempts.jsonl.gz: give one as SRC" in note
 
     conversation = [
         {"role": "user", "content": "Hello"},

@@ -107,7 +107,7 @@ def test_splits_by_file_and_folder_names(tmp_path: Path) -> None:
         "validation": (tmp_path / names[2],),
         "test": (tmp_path / names[3],),
     }
-    assert source.notes == (f"{tmp_path / 'more.parquet'}: left out: neither its name nor its folder names a split",)
+    assert source.notes == (f"left out {tmp_path / 'more.parquet'}: no name or folder tells their split",)
 
 
 def test_what_is_named_itself_is_used(tmp_path: Path) -> None:

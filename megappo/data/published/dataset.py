@@ -64,7 +64,7 @@ def prompt_schema(*more: tuple[str, pa.DataType]) -> pa.Schema:
 def question(
     data_source: str, ability: str, prompt: str, instruction: str, ground_truth: str, **extra_info: Any
 ) -> Converted:
-    """A prompt of one user message, for a rule to score; the instruction follows a blank or the text's own line break."""
+    """A prompt of one user message, for a rule to score. A blank, or a line break of its own, ends the question."""
     between = "" if prompt.endswith("\n") else " "
     content = f"{prompt}{between}{instruction}" if instruction else prompt
     row = {

@@ -14,6 +14,7 @@ from megappo.data.prompts import DataError
 
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "json", ".ndjson": "json", ".json": "json"}
 DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "package.json"}
+NAMED = 4  # files named of those left out
 SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
@@ -64,13 +65,11 @@ def find_files(src: Path, skip: Sequence[str] = ()) -> Source:
         )
     notes = []
     others = {path for path, _ in files if any(word in path.relative_to(src).as_posix() for word in skip)}
-    if len(others) < len(files):
-        notes += [f"{path}: left out; give its path as SRC to use it instead" for path, _ in files if path in others]
+    if 0 < len(others) < len(files):
+        notes.append(_left_out([path for path, _ in files if path in others], "give one as SRC to use it instead"))
         files = [file for file in files if file[0] not in others]
-    if any(split for _, split in files):
-        notes += [
-            f"{path}: left out: neither its name nor its folder names a split" for path, split in files if not split
-        ]
+    if any(split for _, split in files) and not all(split for _, split in files):
+        notes.append(_left_out([path for path, split in files if not split], "no name or folder tells their split"))
         files = [file for file in files if file[1]]
     splits: dict[str, list[Path]] = {}
     for path, split in files:
@@ -133,6 +132,11 @@ def _load(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{path}: is no JSON object: save or copy it again")
     return value
+
+
+def _left_out(paths: list[Path], why: str) -> str:
+    more = f" and {len(paths) - NAMED:,} more" if len(paths) > NAMED else ""
+    return f"left out {', '.join(map(str, paths[:NAMED]))}{more}: {why}"
 
 
 def _split_of(name: str) -> str | None:
