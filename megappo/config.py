@@ -20,6 +20,8 @@ Recompute = Literal["none", "selective", "full"]
 Fp8 = Literal["none", "tensorwise", "blockwise"]
 Offload = Literal["none", "optimizer", "all"]
 Estimator = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+Verify = Literal["off", "sample", "full"]
+Carrier = Literal["auto", "gloo"]
 
 
 class ConfigError(ValueError):
@@ -118,6 +120,8 @@ class RolloutConfig:
         "but off",
         "drop",
     )
+    verify: Verify = key("checksums after each weight sync: none, of other regions each time, or of all", "sample")
+    transport: Carrier = key("what carries new weights: chosen by where the ranks are, or gloo in any case", "auto")
     validation_temperature: float = key("sampling temperature in validation; 0: greedy", 0.0, at_least=0)
     validation_samples: int = key("responses sampled for each validation prompt", 1, at_least=1)
 

@@ -77,10 +77,11 @@ class Trainer:
         batch = batch.with_columns([put_table(credit.table)])
         credited = time.time()
         trained = self.update(batch)
-        self.cluster.sync_weights(version=self.step + 1)
+        sync_bytes = self.cluster.sync_weights(version=self.step + 1)
 
         metrics = {
             **trained,
+            "perf/sync_bytes": sync_bytes,
             **self.run.keep(self.step + 1, batch),
             "actor/reward_kl_penalty": credit.mean_token_kl,
             "actor/reward_kl_penalty_coeff": self.controller.coef,

@@ -13,7 +13,7 @@ from megappo.bench.shapes import make_qwen
 from megappo.bench.table import BenchError, show
 from megappo.layout.mesh import Layout
 from megappo.models.spec import read_model_spec
-from megappo.reshard.actor_to_rollout import TransferSpec
+from megappo.reshard.actor_to_rollout import Meeting, TransferSpec
 from megappo.reshard.gloo import host_store
 
 REPEATS = 20
@@ -52,16 +52,20 @@ def run(size: str, folder: str, out: str | None) -> None:
     ours, theirs = context.Pipe()
     trainer = context.Process(target=_trainer, args=(theirs, str(model), transfer, store.port), daemon=True)
     trainer.start()
-    engine.join_transfer(transfer, 0, "127.0.0.1", store.port, 120)
+    engine.join_transfer(transfer, 0, Meeting("127.0.0.1", store.port, 120))
     shared, sums = ours.recv()
     free, _ = torch.cuda.mem_get_info()
     engine.open_shared({0: shared})
     times = []
     for version in range(1, REPEATS + 1):
         began = time.perf_counter()
-        received = engine.receive_shared(version)
+        ours.send(version)
+        receipt = engine.receive_shared(version, {0: ours.recv()})
         times.append(time.perf_counter() - began)
     extra = free - torch.cuda.mem_get_info()[0]
+    if receipt.mismatches:
+        raise BenchError("\n".join(receipt.mismatches))
+    received = receipt.received
     found = engine.engine.collective_rpc("megappo_checksums")[0]
     if abs(found["model.norm.weight"] - sums["norm"]) > 1e-3 or found["model.embed_tokens.weight"] != sums["embedding"]:
         raise BenchError(f"the engine holds other weights: {found['model.norm.weight']}, not {sums['norm']}")
@@ -74,7 +78,7 @@ def run(size: str, folder: str, out: str | None) -> None:
         "device copy ms": 1e3 * copy,
     }
     show(f"sync {size}", [{**row, "sync / copy": sync / copy, "extra MiB": extra / 2**20}], out)
-    ours.send("done")
+    ours.send(None)
     trainer.join(30)
 
 
@@ -88,7 +92,7 @@ def _trainer(pipe: Connection, model: str, transfer: TransferSpec, port: int) ->
     init_world(0, 1, "127.0.0.1", store.port, 120)
     seed_dropout(0)
     role = MegatronRole(RoleSettings(model, Layout(), "bfloat16", 512))
-    sender = WeightSender(role, transfer, "127.0.0.1", port, 120)
+    sender = WeightSender(role, transfer, Meeting("127.0.0.1", port, 120))
     for param in role.params.values():
         param.mul_(1.5)  # not what the engine loaded from disk
     torch.cuda.synchronize()
@@ -98,7 +102,8 @@ def _trainer(pipe: Connection, model: str, transfer: TransferSpec, port: int) ->
         "embedding": float(embedding.double().sum()),
     }
     pipe.send((sender.share(), sums))
-    pipe.recv()
+    while (version := pipe.recv()) is not None:
+        pipe.send(sender.sums(version))
 
 
 def device_copy(size: int) -> float:

@@ -166,12 +166,13 @@ class MegatronProcess(LoggedProcess):
             torch.cuda.empty_cache()
 
     @timed
-    def join_transfer(self, role: str, transfer: Any, host: str, port: int, timeout_s: float) -> str:
-        """Join the transfer group as a sender; returns the plan's hash."""
+    def join_transfer(self, role: str, transfer: Any, meeting: Any) -> tuple[int, Any]:
+        """Join the transfer group as a sender; returns the rank there and its fingerprint of the plan."""
         from megappo.workers.weight_sender import WeightSender
 
-        self.senders[role] = WeightSender(self.roles[role], transfer, host, port, timeout_s)
-        return self.senders[role].plan_hash
+        self.senders[role] = WeightSender(self.roles[role], transfer, meeting)
+        endpoint = self.senders[role].endpoint
+        return endpoint.rank, endpoint.fingerprint
 
     @timed
     def share_weights(self, role: str) -> Any:
@@ -179,9 +180,14 @@ class MegatronProcess(LoggedProcess):
         return self.senders[role].share()
 
     @timed
-    def send_weights(self, role: str) -> int:
+    def weight_sums(self, role: str, version: int) -> Any:
+        """Checksums that engines should find in mapped weights."""
+        return self.senders[role].sums(version)
+
+    @timed
+    def send_weights(self, role: str, version: int) -> int:
         """Take part in a weight sync; returns the bytes sent."""
-        return self.senders[role].send()
+        return self.senders[role].send(version)
 
 
 _DEVICES = """

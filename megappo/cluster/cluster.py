@@ -19,14 +19,17 @@ from megappo.cluster.pools import Pool, end_on_sigterm, reserve_pools, start_ray
 from megappo.config import Config, MegatronRoleConfig
 from megappo.fit import Device, check_fit
 from megappo.models.spec import read_model_spec
-from megappo.reshard.actor_to_rollout import TransferSpec
-from megappo.reshard.plan import plan_hash
+from megappo.reshard.actor_to_rollout import Meeting, Receipt, TransferSpec, total_receipt
+from megappo.reshard.agreement import disagreement
 from megappo.stack import MEGATRON, ROLLOUT, StackError, Wanted
 from megappo.workers.settings import EngineSettings, RoleSettings
 
+PEERS_FIRST = 0.9
+"""Ranks wait for each other a little less long than the driver waits for them: they know better who is late."""
+
 
 class WeightMismatch(RuntimeError):
-    """Our table of vLLM's weights, or two ranks' plans, do not agree; training would use wrong weights."""
+    """Weights did not arrive as sent, or would not arrive where they belong; training would use wrong ones."""
 
 
 class Cluster:
@@ -116,35 +119,48 @@ class Cluster:
         self.sync_weights(version)
 
     def sync_weights(self, version: int) -> int:
-        """Give all engines the actor's current weights; returns the bytes received over all engines."""
+        """Give all engines the actor's current weights; returns the bytes received over all engines.
+
+        Raises:
+            WeightMismatch: they did not arrive as they were sent.
+            WorkerFailed: a worker died, or did not answer in time.
+        """
         if self._asleep:
             for group in self._offloading_beside_engines[:1]:  # all of them are in the same processes
                 self.gather(group.each("settle", lambda _: ()))
             self._ask_engines("wake", "weights")
         if self._on_device:
-            received, sent = self._copy_on_device(version), self._planned_bytes
+            receipt, sent = self._copy_on_device(version), self._planned_bytes
         else:
-            receiving = self.rollout.ask("receive_weights", lambda _: (version,), sum)
-            received, sent = self.gather(receiving, self.actor.each("send_weights", lambda _: ("actor",), sum))
-        if received != sent:
-            raise WeightMismatch(f"weight sync {version}: {sent} bytes were sent, {received} received")
+            receiving = self.rollout.ask("receive_weights", lambda _: (version,), total_receipt)
+            sending = self.actor.each("send_weights", lambda _: ("actor", version), sum)
+            receipt, sent = self.gather(receiving, sending)
+            sent += receipt.sent  # passed on between workers
+        if receipt.mismatches:
+            raise WeightMismatch("\n".join(receipt.mismatches))
+        if receipt.received != sent:
+            raise WeightMismatch(f"weight sync {version}: {sent} bytes were sent, {receipt.received} received")
         if self._actor_weights_leave:
             self.gather(self.actor.each("rest", lambda _: ("actor",)))
         if self._asleep:
             self._ask_engines("wake", "kv_cache")
             self._asleep = False
-        return received
+        return receipt.received
 
-    def _copy_on_device(self, version: int) -> int:
+    def _copy_on_device(self, version: int) -> Receipt:
         if not self._mapped:
             (shared,) = self.gather(self.actor.each("share_weights", lambda _: ("actor",)))
             self._ask_engines("open_shared", {rank: params for rank, params in enumerate(shared) if params})
             self._mapped = True
-        (received,) = self.gather(self.rollout.ask("receive_shared", lambda _: (version,), sum))
+        sums: dict[int, Any] = {}
+        if self.config.roles.rollout.verify != "off":
+            (found,) = self.gather(self.actor.each("weight_sums", lambda _: ("actor", version)))
+            sums = dict(enumerate(found))
+        (receipt,) = self.gather(self.rollout.ask("receive_shared", lambda _: (version, sums), total_receipt))
         if self._actor_weights_leave:  # and come back to other places
             self._ask_engines("close_shared")
             self._mapped = False
-        return received
+        return receipt
 
     @property
     def _actor_weights_leave(self) -> bool:
@@ -350,22 +366,25 @@ class Cluster:
             engine_tp=self.config.roles.rollout.tp,
             fused_norms=self.config.run.device == "cuda",
             places=tuple(self._places()),
+            forward=True,
         )
-        timeout_s = self.config.run.timeout_s
         ((host, port),) = self.gather(self._host_store(self.actor))
-        receivers = self.rollout.ask("join_transfer", lambda engine: (transfer, engine, host, port, timeout_s))
-        senders = self.actor.each("join_transfer", lambda _: ("actor", transfer, host, port, timeout_s))
-        hashes = {found for side in self.gather(receivers, senders) for found in side}
-        if hashes != {plan_hash(transfer.plan())}:
-            raise WeightMismatch(f"the ranks computed different transfer plans: {sorted(hashes)}")
+        rollout = self.config.roles.rollout
+        limit_s = PEERS_FIRST * self.config.run.timeout_s
+        meeting = Meeting(host, port, limit_s, rollout.verify, rollout.transport)
+        receivers = self.rollout.ask("join_transfer", lambda engine: (transfer, engine, meeting))
+        senders = self.actor.each("join_transfer", lambda _: ("actor", transfer, meeting))
+        engines, actors = self.gather(receivers, senders)
+        shown = {**dict(actors), **{rank: mark for engine in engines for rank, mark in engine.items()}}
+        if reason := disagreement(shown):
+            raise WeightMismatch(reason)
         first = RolloutGroup(self.rollout.members[:1], self.calls)  # the others run the same code
-        (found,) = self.gather(first.ask("probe", lambda _: (transfer,)))
-        if differences := [line for lines in found for line in lines]:
+        (lines_by_engine,) = self.gather(first.ask("probe", lambda _: (transfer,)))
+        if differences := [line for lines in lines_by_engine for line in lines]:
             raise WeightMismatch("\n".join(differences))
         self._on_device = self.config.run.device == "cuda" and transfer.stays_on_device()
         if self._on_device:
-            itemsize = 4 if self.config.run.dtype == "float32" else 2
-            self._planned_bytes = itemsize * sum(copy.elements for copy in transfer.plan())
+            self._planned_bytes = (4 if self.config.run.dtype == "float32" else 2) * transfer.elements()
 
     def _places(self) -> Iterator[tuple[str, str]]:
         """(node, device) of each rank of the transfer group; CPU processes count as devices of their own."""

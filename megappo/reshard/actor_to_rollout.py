@@ -1,15 +1,20 @@
-"""The weight sync of a run: from the actor's Megatron ranks to the workers of all vLLM engines."""
+"""The weight sync of a run, from the actor's Megatron ranks to the workers of all vLLM engines: its terms."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
 
+from megappo.config import Carrier, Verify
 from megappo.layout.mesh import Layout
 from megappo.models.spec import ModelSpec
 from megappo.reshard.agreement import Fingerprint, fingerprint
 from megappo.reshard.boxes import Shard, megatron_shards, vllm_shards
+from megappo.reshard.meetings import Side, meetings
 from megappo.reshard.plan import Copy, plan_copies
-from megappo.reshard.routes import DEVICE, distance
+from megappo.reshard.routes import place
 
 
 @dataclass(frozen=True)
@@ -73,8 +78,59 @@ class TransferSpec:
         """
         return fingerprint(repr(self), rank, part)
 
+    def elements(self) -> int:
+        """Elements that all workers receive together: each of theirs once."""
+        return sum(len(shard.ranks) * sum(prod(box.size) for box in shard.boxes) for shard in self.destinations())
+
     def stays_on_device(self) -> bool:
         """Whether every block comes from the device that it goes to."""
+        held, wanted = Side(self.sources()), Side(self.destinations())
+        pairs = {(m.source.shards, m.destination.shards) for name in wanted.names for m in meetings(name, held, wanted)}
         return bool(self.places) and all(
-            distance(self.places, copy.source, copy.destination) == DEVICE for copy in self.plan()
+            {place(self.places, rank) for rank, _ in wanted.members(destinations)}
+            <= {place(self.places, rank) for rank, _ in held.members(sources)}
+            for sources, destinations in pairs
         )
+
+    def describe(self, rank: int) -> str:
+        """A rank of the transfer group, for people."""
+        engine, worker = divmod(rank - self.actor.world, self.engine_tp)
+        who = f"actor rank {rank}" if engine < 0 else f"engine {engine} worker {worker}"
+        return f"{who} (node {self.places[rank][0]})" if self.places else who
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where and how the ranks of a transfer meet.
+
+    Attributes:
+        host, port: of a :func:`megappo.reshard.gloo.host_store`.
+        timeout_s: limit on joining and on each message, in seconds.
+        verify: how much of each sync is proven.
+        transport: "auto": by where the ranks are; "gloo": over gloo in any case.
+    """
+
+    host: str
+    port: int
+    timeout_s: float
+    verify: Verify = "sample"
+    transport: Carrier = "auto"
+
+
+class Receipt(NamedTuple):
+    """What a sync did on one rank, or on several.
+
+    Attributes:
+        sent, received: bytes.
+        mismatches: regions that did not arrive as they were sent, one line each.
+    """
+
+    sent: int = 0
+    received: int = 0
+    mismatches: tuple[str, ...] = ()
+
+
+def total_receipt(receipts: Iterable[Receipt]) -> Receipt:
+    """What several ranks did together."""
+    sent, received, mismatches = zip(*receipts, strict=True)
+    return Receipt(sum(sent), sum(received), tuple(line for lines in mismatches for line in lines))

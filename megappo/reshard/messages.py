@@ -30,10 +30,13 @@ class Message:
         return sum(copy.elements for copy in self.copies)
 
 
-def make_messages(plan: Iterable[Copy], bucket_elements: int) -> tuple[Message, ...]:
+def make_messages(
+    plan: Iterable[Copy], bucket_elements: int, direct_elements: int | None = None
+) -> tuple[Message, ...]:
     """Group the plan into messages of at most ``bucket_elements``, in one order for all ranks.
 
-    A block larger than a bucket is cut along its first axis (a single row is never cut). Every rank works through its
+    A block larger than a bucket is cut along its first axis (a single row is never cut). Blocks of ``direct_elements``
+    or more travel alone, so that they need not be packed. Every rank works through its
     own messages in this order, as sender or receiver: the earliest message that is not done then always has both ends
     ready, so bounded buffers cannot deadlock. Messages of different pairs alternate, so that all links are busy.
 
@@ -43,16 +46,21 @@ def make_messages(plan: Iterable[Copy], bucket_elements: int) -> tuple[Message, 
 
     From one rank's part of the plan come that rank's messages, in the same order.
     """
-    pairs: dict[tuple[int, int, int], list[list[Copy]]] = defaultdict(lambda: [[]])
+    pairs: dict[tuple[int, int, int], list[list[Copy]]] = defaultdict(list)
+    filling: dict[tuple[int, int, int], list[Copy]] = {}
     filled: dict[tuple[int, int, int], int] = defaultdict(int)
     for copy in plan:
         pair = copy.wave, copy.source, copy.destination
-        for piece in _cut(copy, bucket_elements):
+        for piece in cut(copy, bucket_elements):
             elements = piece.elements
-            if filled[pair] and filled[pair] + elements > bucket_elements:
-                pairs[pair].append([])
+            if direct_elements is not None and elements >= direct_elements:
+                pairs[pair].append([piece])
+                continue
+            if pair not in filling or filled[pair] + elements > bucket_elements:
+                filling[pair] = []
+                pairs[pair].append(filling[pair])
                 filled[pair] = 0
-            pairs[pair][-1].append(piece)
+            filling[pair].append(piece)
             filled[pair] += elements
     numbered = (
         ((wave, turn, source, destination), bucket)
@@ -65,7 +73,8 @@ def make_messages(plan: Iterable[Copy], bucket_elements: int) -> tuple[Message, 
     )
 
 
-def _cut(copy: Copy, bucket_elements: int) -> Iterator[Copy]:
+def cut(copy: Copy, bucket_elements: int) -> Iterator[Copy]:
+    """A block in pieces of at most so many elements, or of one row."""
     elements, extent = copy.elements, copy.size[0]
     if elements <= bucket_elements:
         yield copy

@@ -1,89 +1,72 @@
-"""Carrying out a plan: pack, send, receive, unpack, with at most two buckets of extra memory on either side."""
+"""Carrying out a plan: each rank works through its own messages, two at a time."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from megappo.reshard.files import block
-from megappo.reshard.gloo import GlooTransport
-from megappo.reshard.plan import Copy, Message
+from megappo.reshard.messages import Message
+from megappo.reshard.plan import Copy
+from megappo.reshard.transport import Transport, Work, size_of
 
-BUCKET_BYTES = 64 << 20
-"""Size of a message. Two are in flight at a time."""
+BUCKET_BYTES = 16 << 20
+"""Size of a message. Two are under way at a time, so one is packed or unpacked while another travels."""
 
+DIRECT_BYTES = 2 << 20
+"""Blocks of this size travel alone, so that they need not be packed where they lie in one piece."""
 
-def send_weights(transport: GlooTransport, messages: Sequence[Message], params: Mapping[str, torch.Tensor]) -> int:
-    """Send this rank's part of the plan.
-
-    Args:
-        messages: all messages, in the common order (those of other ranks are passed over).
-        params: this rank's parameters by the names the plan uses.
-
-    Returns:
-        Bytes sent.
-
-    Raises:
-        RuntimeError: a receiver died or took longer than the transport's limit.
-    """
-    flying: deque[tuple[Any, torch.Tensor]] = deque()
-    total = 0
-    for message in messages:
-        if message.source != transport.rank:
-            continue
-        if len(flying) == 2:
-            flying.popleft()[0].wait()
-        packed = torch.cat([_view(params, copy, source=True).reshape(-1) for copy in message.copies]).cpu()
-        flying.append((transport.send(packed, message.destination), packed))
-        total += packed.nbytes
-    for work, _ in flying:
-        work.wait()
-    return total
+IN_FLIGHT = 2
 
 
-def receive_weights(transport: GlooTransport, messages: Sequence[Message], params: Mapping[str, torch.Tensor]) -> int:
-    """Receive this rank's part of the plan straight into its parameters, which keep their storage.
+class Moved(NamedTuple):
+    """Bytes that one rank sent and received."""
+
+    sent: int
+    received: int
+
+
+@torch.no_grad()
+def carry_out(
+    rank: int, messages: Sequence[Message], params: Mapping[str, torch.Tensor], carrier: Callable[[int], Transport]
+) -> Moved:
+    """Do this rank's part of a plan. Parameters keep their storage.
 
     Args:
-        messages: all messages, in the common order.
+        messages: this rank's, in the common order.
         params: this rank's parameters by the names the plan uses, all of one dtype.
-
-    Returns:
-        Bytes received.
+        carrier: the transport to and from a rank.
 
     Raises:
-        RuntimeError: a sender died or took longer than the transport's limit. The parameters are then half new.
+        TransferError: a peer died or took longer than the limit. Parameters received into are then half new.
     """
-    dtype = next(iter(params.values())).dtype
-    mine = [message for message in messages if message.destination == transport.rank]
-    flying: deque[tuple[Any, torch.Tensor, Message]] = deque()
-    total = 0
-
-    def finish_oldest() -> None:
-        work, packed, message = flying.popleft()
-        work.wait()
-        begin = 0
-        for copy in message.copies:
-            values = packed[begin : begin + copy.elements].view(copy.size)
-            _view(params, copy, source=False).copy_(values)
-            begin += copy.elements
-
-    with torch.no_grad():
-        for message in mine:
-            if len(flying) == 2:
-                finish_oldest()
-            packed = torch.empty(message.elements, dtype=dtype)
-            flying.append((transport.receive(packed, message.source), packed, message))
-            total += packed.nbytes
-        while flying:
-            finish_oldest()
-    return total
+    flying: deque[Work] = deque()
+    sent = received = wave = 0
+    for message in messages:
+        while len(flying) >= (IN_FLIGHT if message.wave == wave else 1):  # what is passed on has arrived before
+            flying.popleft().wait()
+        wave = message.wave
+        if message.source == rank:
+            blocks = [source_block(params, copy) for copy in message.copies]
+            flying.append(carrier(message.destination).send(blocks, message.destination))
+            sent += size_of(blocks)
+        else:
+            blocks = [destination_block(params, copy) for copy in message.copies]
+            flying.append(carrier(message.source).receive(blocks, message.source))
+            received += size_of(blocks)
+    while flying:
+        flying.popleft().wait()
+    return Moved(sent, received)
 
 
-def _view(params: Mapping[str, torch.Tensor], copy: Copy, *, source: bool) -> torch.Tensor:
-    if source:
-        return params[copy.source_param][block(copy.source_offset, copy.size)]
+def source_block(params: Mapping[str, torch.Tensor], copy: Copy) -> torch.Tensor:
+    """What a copy reads, out of the sender's parameters."""
+    return params[copy.source_param][block(copy.source_offset, copy.size)]
+
+
+def destination_block(params: Mapping[str, torch.Tensor], copy: Copy) -> torch.Tensor:
+    """What a copy writes, in the receiver's parameters."""
     return params[copy.param][block(copy.offset, copy.size)]

@@ -11,7 +11,8 @@ import pyarrow as pa
 
 from megappo.data import batch
 from megappo.models.end_of_text import end_of_text_ids
-from megappo.reshard.actor_to_rollout import TransferSpec
+from megappo.reshard.actor_to_rollout import Meeting, Receipt, TransferSpec, total_receipt
+from megappo.reshard.agreement import Fingerprint
 from megappo.workers.settings import EngineSettings, Sampling
 
 
@@ -112,40 +113,51 @@ class RolloutEngine:
             }
         )
 
-    def join_transfer(self, transfer: TransferSpec, engine: int, host: str, port: int, timeout_s: float) -> str:
-        """Join the transfer group with all workers; returns the hash of the plan, on which they all agree."""
-        args = (transfer, engine, host, port, timeout_s)
-        hashes = set(self.engine.collective_rpc("megappo_join", args=args))
-        if len(hashes) != 1:
-            raise RuntimeError(f"the workers of engine {engine} computed different plans: {sorted(hashes)}")
-        return str(hashes.pop())
+    def join_transfer(self, transfer: TransferSpec, engine: int, meeting: Meeting) -> dict[int, Fingerprint]:
+        """Join the transfer group with all workers; returns their fingerprints of the plan, by rank there."""
+        return dict(self._ask("megappo_join", transfer, engine, meeting))
 
     def probe(self, transfer: TransferSpec) -> list[str]:
         """Differences between our table and vLLM's loader; empty if there are none."""
-        return [line for lines in self.engine.collective_rpc("megappo_probe", args=(transfer,)) for line in lines]
+        return [line for lines in self._ask("megappo_probe", transfer) for line in lines]
 
-    def receive_weights(self, version: int) -> int:
-        """Take part in a weight sync; returns the bytes received by all workers of this engine."""
+    def receive_weights(self, version: int) -> Receipt:
+        """Take part in a weight sync; returns what it did on all workers of this engine together.
+
+        If there are mismatches, the engine stays as unusable as after a sync that did not complete.
+        """
         return self._receive("megappo_receive", version)
 
     def open_shared(self, shared: Mapping[int, Any]) -> None:
         """Map the parameters of actor ranks that share this engine's devices."""
-        self.engine.collective_rpc("megappo_open", args=(shared,))
+        self._ask("megappo_open", shared)
 
     def close_shared(self) -> None:
         """Let go of what :meth:`open_shared` mapped, so that its owner can move it."""
-        self.engine.collective_rpc("megappo_close")
+        self._ask("megappo_close")
 
-    def receive_shared(self, version: int) -> int:
-        """Copy the actor's weights on the devices that both share; returns the bytes received by all workers."""
-        return self._receive("megappo_receive_shared", version)
+    def receive_shared(self, version: int, sums: Mapping[int, Mapping[int, list[int]]]) -> Receipt:
+        """Copy the actor's weights on the devices that both share; see :meth:`receive_weights`.
 
-    def _receive(self, method: str, version: int) -> int:
+        Args:
+            sums: by source rank and receiving rank, from :meth:`megappo.workers.weight_sender.WeightSender.sums`.
+        """
+        return self._receive("megappo_receive_shared", version, sums)
+
+    def _receive(self, method: str, version: int, *args: Any) -> Receipt:
         self.weight_version = None
         self._updates += 1
-        received = sum(self.engine.collective_rpc(method))
-        self.weight_version = version
-        return received
+        total = total_receipt(self._ask(method, version, *args))
+        if not total.mismatches:
+            self.weight_version = version
+        return total
+
+    def _ask(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of all workers; raises what any of them did, once all have answered."""
+        answers = self.engine.collective_rpc(method, args=args)
+        if failures := [answer.failure for answer in answers if answer.failure is not None]:
+            raise RuntimeError("\n".join(failures))
+        return [answer.value for answer in answers]
 
     def sleep(self) -> None:
         """Give the devices' memory to others: the key/value cache goes, weights go or move to the host."""

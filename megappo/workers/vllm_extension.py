@@ -7,20 +7,21 @@ the replacement below keeps the parameter itself in use.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import functools
+import traceback
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import vllm.model_executor.layers.utils as vllm_layer_utils
 
-from megappo.reshard.actor_to_rollout import TransferSpec
+from megappo.reshard.actor_to_rollout import Meeting, Receipt, TransferSpec
+from megappo.reshard.agreement import Fingerprint
 from megappo.reshard.boxes import vllm_boxes
 from megappo.reshard.cuda_ipc import SharedParams, SharedReceiver, open_params
-from megappo.reshard.gloo import GlooTransport
-from megappo.reshard.plan import make_messages, plan_hash
+from megappo.reshard.endpoint import Endpoint
 from megappo.reshard.probe import loaded_elements, misfits, rule_elements
-from megappo.reshard.transfer import BUCKET_BYTES, receive_weights
 
 
 def _compute_from_the_parameter(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -33,6 +34,29 @@ if not torch.cuda.is_available():
     vllm_layer_utils.dispatch_cpu_unquantized_gemm = _compute_from_the_parameter
 
 
+class Answer(NamedTuple):
+    """What a worker returns: a value, or the traceback of its failure.
+
+    If one worker raised, vLLM would leave the others' answers unread, and take them for those to the next call.
+    """
+
+    value: Any = None
+    failure: str | None = None
+
+
+def answered(method: Callable[..., Any]) -> Callable[..., Answer]:
+    """Turn what a worker's method raises into an answer."""
+
+    @functools.wraps(method)
+    def run(self: WeightReceiver, *args: Any) -> Answer:
+        try:
+            return Answer(method(self, *args))
+        except Exception:
+            return Answer(failure=f"worker {self.rank}:\n{traceback.format_exc()}")
+
+    return run
+
+
 class WeightReceiver:
     """Mixed into vLLM's worker; every method is called by name on all workers of an engine."""
 
@@ -41,42 +65,55 @@ class WeightReceiver:
 
         def get_model(self) -> torch.nn.Module: ...
 
-    def megappo_join(self, transfer: TransferSpec, engine: int, host: str, port: int, timeout_s: float) -> str:
-        """Join the transfer group and plan; returns the plan's hash."""
-        self._transfer_rank = transfer.worker_rank(engine, self.rank)
-        self._transport = GlooTransport(host, port, self._transfer_rank, transfer.world, timeout_s)
-        self._plan = transfer.plan()
+    @answered
+    def megappo_join(self, transfer: TransferSpec, engine: int, meeting: Meeting) -> tuple[int, Fingerprint]:
+        """Join the transfer group and plan; returns this worker's rank there and its fingerprint of the plan."""
         self._params = _parameters(self.get_model())
-        item_size = next(iter(self._params.values())).element_size()
-        self._messages = make_messages(self._plan, BUCKET_BYTES // item_size)
+        self._endpoint = Endpoint(transfer, transfer.worker_rank(engine, self.rank), self._params, meeting)
         self._shared: SharedReceiver | None = None
-        return plan_hash(self._plan)
+        return self._endpoint.rank, self._endpoint.fingerprint
 
-    def megappo_receive(self) -> int:
-        """Receive new weights; returns the bytes received."""
-        return receive_weights(self._transport, self._messages, self._params)
+    @answered
+    def megappo_receive(self, version: int) -> Receipt:
+        """Receive new weights, and pass on what the plan says."""
+        try:
+            return self._endpoint.sync(version, self._params)
+        except Exception:
+            del self._endpoint  # peers notice at once; a new group has to be formed in any case
+            raise
 
+    @answered
     def megappo_open(self, shared: Mapping[int, SharedParams]) -> None:
         """Map the parameters of actor ranks on this device, for :meth:`megappo_receive_shared`."""
-        mine = [copy for copy in self._plan if copy.destination == self._transfer_rank]
+        mine = [copy for copy in self._endpoint.part if copy.destination == self._endpoint.rank]
         sources = {rank: open_params(shared[rank]) for rank in {copy.source for copy in mine}}
         self._shared = SharedReceiver(mine, sources, self._params)
 
+    @answered
     def megappo_close(self) -> None:
         """Unmap them."""
         self._shared = None
         torch.cuda.ipc_collect()
 
-    def megappo_receive_shared(self) -> int:
-        """Copy new weights out of the mapped parameters; returns the bytes received."""
+    @answered
+    def megappo_receive_shared(self, version: int, sums: Mapping[int, Mapping[int, list[int]]]) -> Receipt:
+        """Copy new weights out of the mapped parameters.
+
+        Args:
+            sums: what each source rank says that each receiver should find.
+        """
         assert self._shared is not None, "megappo_open comes first"
-        return self._shared.receive()
+        received = self._shared.receive()
+        own = self._endpoint.rank
+        said = {source: torch.tensor(found[own]) for source, found in sums.items() if own in found}
+        return Receipt(0, received, self._endpoint.mismatches(version, self._params, said))
 
     def megappo_seed(self, seed: int) -> None:
         """Seed the sampler: on CPU it draws from torch, on CUDA it draws a seed for each request from numpy."""
         torch.manual_seed(seed)
         np.random.seed(seed)
 
+    @answered
     def megappo_probe(self, transfer: TransferSpec) -> list[str]:
         """Compare our table with where vLLM's loader really puts each element; returns the differences."""
         model = self.get_model()

@@ -5,34 +5,39 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megappo.reshard.actor_to_rollout import TransferSpec
+from megappo.reshard.actor_to_rollout import Meeting, TransferSpec
 from megappo.reshard.cuda_ipc import SharedParams, share_params
-from megappo.reshard.gloo import GlooTransport
-from megappo.reshard.plan import make_messages, plan_hash
-from megappo.reshard.transfer import BUCKET_BYTES, send_weights
+from megappo.reshard.endpoint import Endpoint
 from megappo.workers.megatron_role import MegatronRole
 
 
 class WeightSender:
-    """Sends the current weights of a role to the rollout engines, as planned when it was made."""
+    """Sends the current weights of a role to the rollout engines, as planned when it was made.
 
-    def __init__(self, role: MegatronRole, transfer: TransferSpec, host: str, port: int, timeout_s: float) -> None:
+    Attributes:
+        endpoint: in the transfer group; its rank there is the one in the world.
+    """
+
+    def __init__(self, role: MegatronRole, transfer: TransferSpec, meeting: Meeting) -> None:
         """Join the transfer group; returns once all its ranks have come."""
-        plan = transfer.plan()
-        self.plan_hash = plan_hash(plan)
         self.role = role
-        self.messages = make_messages(plan, BUCKET_BYTES // role.dtype.itemsize)
-        self.transport = GlooTransport(host, port, dist.get_rank(), transfer.world, timeout_s)
+        self.endpoint = Endpoint(transfer, dist.get_rank(), role.params, meeting)
 
-    def send(self) -> int:
+    def send(self, version: int) -> int:
         """Send; returns this rank's bytes."""
         self.role.residence.work(training=False)
-        return send_weights(self.transport, self.messages, self.role.params)
+        return self.endpoint.sync(version, self.role.params).sent
 
     def share(self) -> SharedParams | None:
         """The weights for receivers on this rank's device to map, until they leave it; None if nobody needs them."""
-        if not any(message.source == self.transport.rank for message in self.messages):
+        if not any(copy.source == self.endpoint.rank for copy in self.endpoint.part):
             return None
         self.role.residence.work(training=False)
         torch.cuda.current_stream().synchronize()  # others see them as they are now
         return share_params(self.role.params)
+
+    def sums(self, version: int) -> dict[int, list[int]]:
+        """What receivers that map the weights should find, by receiver; of :class:`megappo.reshard.verify.Verifier`."""
+        self.role.residence.work(training=False)
+        found = self.endpoint.verifier.sent_sums(version, self.role.params)
+        return {receiver: sums.tolist() for receiver, sums in found.items()}

@@ -1,0 +1,96 @@
+"""One rank's end of the weight sync: its part of the plan, the transports to its peers, and the proof."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from megappo.reshard.actor_to_rollout import Meeting, Receipt, TransferSpec
+from megappo.reshard.gloo import SUMS, GlooTransport
+from megappo.reshard.messages import make_messages
+from megappo.reshard.nccl import NcclTransport
+from megappo.reshard.routes import DEVICE, NETWORK, distance
+from megappo.reshard.shared_memory import open_rings
+from megappo.reshard.transfer import BUCKET_BYTES, DIRECT_BYTES, carry_out
+from megappo.reshard.transport import Transport
+from megappo.reshard.verify import Verifier
+
+
+class Endpoint:
+    """A rank of the transfer group. Making one is collective over the group.
+
+    Attributes:
+        rank: in the transfer group.
+        part: this rank's part of the plan.
+        fingerprint: of the plan, to be compared with the others' before anything is sent.
+        verifier: checksums.
+    """
+
+    def __init__(self, transfer: TransferSpec, rank: int, params: Mapping[str, torch.Tensor], meeting: Meeting) -> None:
+        """Plan, and join the group.
+
+        Args:
+            params: this rank's parameters by the names that the plan uses.
+        """
+        sample = next(iter(params.values()))
+        item = sample.element_size()
+        self.rank, self._transfer = rank, transfer
+        self.part = transfer.part(rank)
+        self.fingerprint = transfer.fingerprint(rank, self.part)
+        self.verifier = Verifier(rank, self.part, meeting.verify)
+        self._messages = make_messages(self.part, BUCKET_BYTES // item, DIRECT_BYTES // item)
+        bucket = item * max((message.elements for message in self._messages), default=1)
+        self._gloo = GlooTransport(
+            meeting.host, meeting.port, rank, transfer.world, meeting.timeout_s, bucket, transfer.describe
+        )
+        self._carriers: dict[int, Transport] = {}
+        if meeting.transport == "auto":
+            self._choose_carriers(bucket, sample.device)
+
+    def sync(self, version: int, params: Mapping[str, torch.Tensor]) -> Receipt:
+        """Send and receive what the plan says, and prove it.
+
+        Args:
+            version: of the weights.
+
+        Raises:
+            TransferError: a peer died or took longer than the limit.
+        """
+        moved = carry_out(self.rank, self._messages, params, lambda peer: self._carriers.get(peer, self._gloo))
+        return Receipt(*moved, self._compare(version, params))
+
+    def mismatches(
+        self, version: int, params: Mapping[str, torch.Tensor], said: Mapping[int, torch.Tensor]
+    ) -> tuple[str, ...]:
+        """What differs from what the senders said, one line a region."""
+        describe = self._transfer.describe
+        return tuple(
+            f"weight sync {version}: {copy.name} at {copy.param}{list(copy.offset)}, size {list(copy.size)}, came to "
+            f"{describe(copy.destination)} otherwise than {describe(copy.source)} has it"
+            + (f" (which sent version {sent})" if sent != version else "")
+            for copy, sent in self.verifier.differences(version, params, said)
+        )
+
+    def _compare(self, version: int, params: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+        said = self.verifier.empty_sums(version)
+        works = [self._gloo.expect(sums, source, SUMS) for source, sums in said.items()]
+        works += [self._gloo.post(sums, to, SUMS) for to, sums in self.verifier.sent_sums(version, params).items()]
+        for work in works:
+            work.wait()
+        return self.mismatches(version, params, said)
+
+    def _choose_carriers(self, bucket: int, device: torch.device) -> None:
+        places = self._transfer.places
+        receivers = {message.destination for message in self._messages if message.source == self.rank}
+        senders = {message.source for message in self._messages if message.destination == self.rank}
+        far = {peer: distance(places, self.rank, peer) for peer in receivers | senders}
+        if device.type == "cuda":  # NCCL refuses two ranks on one GPU
+            apart = [peer for peer, link in far.items() if link != DEVICE]
+            nccl = NcclTransport(self._gloo, self._transfer.world, bucket, device) if apart else None
+            self._carriers = {peer: nccl for peer in apart if nccl is not None}
+            return
+        here = {peer for peer, link in far.items() if link != NETWORK}
+        if here:
+            shared, reached = open_rings(self._gloo, receivers & here, senders & here, bucket)
+            self._carriers = dict.fromkeys(reached, shared)

@@ -1,0 +1,87 @@
+"""Messages between GPUs over NCCL, in communicators of their own that leave every other group alone.
+
+torch makes a communicator of two ranks for each pair that talks, when it first does.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megappo.reshard.gloo import GlooTransport
+from megappo.reshard.transport import Blocks, Buckets, TransferError, flat, pack, size_of, unpack
+
+POLL_S = 2e-5
+
+
+class NcclTransport:
+    """Blocks that lie in one piece go straight from parameter to parameter; others are packed on the device."""
+
+    def __init__(self, gloo: GlooTransport, world: int, bucket_bytes: int, device: torch.device) -> None:
+        """Not collective: ranks meet when they first send.
+
+        Args:
+            gloo: the transfer group, whose meeting point and limit are used.
+            world: ranks of the transfer group.
+            bucket_bytes: size of the largest message.
+            device: this rank's.
+        """
+        self.timeout_s, self._describe = gloo.timeout_s, gloo.describe
+        self._buckets = Buckets(bucket_bytes, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        # Torch's own watchdog would end the whole process: ours is first, and names the peer.
+        options._timeout = timedelta(seconds=2 * self.timeout_s + 60)
+        self.group: Any = nccl(dist.PrefixStore("megappo-nccl", gloo.store), gloo.rank, world, options)
+
+    def send(self, blocks: Blocks, to: int) -> NcclWork:
+        """Start to send; see :class:`megappo.reshard.transport.Transport`."""
+        data, bucket = flat(blocks), None
+        if data is None:
+            bucket = self._buckets.take()
+            data = pack(blocks, bucket)
+        return NcclWork(self, self.group.send([data], to, 0), f"{self._describe(to)} took nothing", bucket)
+
+    def receive(self, blocks: Blocks, source: int) -> NcclWork:
+        """Start to receive; see :class:`megappo.reshard.transport.Transport`."""
+        data, bucket = flat(blocks), None
+        if data is None:
+            bucket = self._buckets.take()
+            data = bucket[: size_of(blocks)]
+        work = self.group.recv([data], source, 0)
+        return NcclWork(self, work, f"{self._describe(source)} sent nothing", bucket, blocks)
+
+    def give(self, bucket: torch.Tensor) -> None:
+        """Take a bucket back."""
+        self._buckets.give(bucket)
+
+
+class NcclWork:
+    """A message under way."""
+
+    def __init__(
+        self, transport: NcclTransport, work: Any, lateness: str, bucket: torch.Tensor | None, into: Blocks = ()
+    ) -> None:
+        self._transport, self._work, self._lateness = transport, work, lateness
+        self._bucket, self._into = bucket, into
+
+    def wait(self) -> None:
+        """See :class:`megappo.reshard.transport.Work`."""
+        deadline = time.monotonic() + self._transport.timeout_s
+        try:
+            while not self._work.is_completed():
+                if time.monotonic() > deadline:
+                    self._transport.group.abort()
+                    raise TransferError(f"{self._lateness} within {self._transport.timeout_s:g} s")
+                time.sleep(POLL_S)
+            self._work.wait()  # the current stream goes on after it
+        except dist.DistBackendError as error:
+            raise TransferError(f"{self._lateness} and is gone ({error})") from None
+        if self._bucket is not None:
+            if self._into:
+                unpack(self._bucket, self._into)
+            self._transport.give(self._bucket)  # what is next written there comes later on the same stream

@@ -1,0 +1,92 @@
+"""What carries blocks from one rank to another: one small interface, and what all carriers share.
+
+A transport takes a message as the list of its blocks and brings it to the other side's list of blocks, of the same
+sizes in the same order. It packs them on the way if it has to. Nobody above knows how the bytes travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+Blocks = Sequence[torch.Tensor]
+"""Views into parameters, all of one dtype."""
+
+
+class TransferError(RuntimeError):
+    """A peer died, or kept this rank waiting for longer than the limit; the message names it."""
+
+
+class Work(Protocol):
+    """A message under way."""
+
+    def wait(self) -> None:
+        """Return once it is done: the blocks sent may change again, those received hold the values.
+
+        Raises:
+            TransferError: it will not arrive.
+        """
+
+
+class Transport(Protocol):
+    """Carries messages in order between each two ranks. At most two are under way at a time on one rank."""
+
+    def send(self, blocks: Blocks, to: int) -> Work:
+        """Start to send."""
+
+    def receive(self, blocks: Blocks, source: int) -> Work:
+        """Start to receive into the blocks."""
+
+
+class Buckets:
+    """Two pieces of memory for packed messages, made when first needed."""
+
+    def __init__(self, size: int, make: Callable[[int], torch.Tensor] | None = None) -> None:
+        """Nothing is allocated yet.
+
+        Args:
+            size: of each, in bytes.
+            make: allocates bytes; on the CPU by default.
+        """
+        self._size, self._make = size, make or (lambda size: torch.empty(size, dtype=torch.uint8))
+        self._free: list[torch.Tensor] = []
+
+    def take(self) -> torch.Tensor:
+        """One that nobody uses, uint8."""
+        return self._free.pop() if self._free else self._make(self._size)
+
+    def give(self, bucket: torch.Tensor) -> None:
+        """Return it."""
+        self._free.append(bucket)
+
+
+def size_of(blocks: Blocks) -> int:
+    """Bytes of a message."""
+    return sum(block.nbytes for block in blocks)
+
+
+def flat(blocks: Blocks) -> torch.Tensor | None:
+    """The bytes of a message that lies in one piece in its parameter and need not be packed, uint8; else None."""
+    whole = len(blocks) == 1 and blocks[0].is_contiguous()
+    return blocks[0].view(-1).view(torch.uint8) if whole else None
+
+
+def pack(blocks: Blocks, bucket: torch.Tensor) -> torch.Tensor:
+    """Copy blocks one after the other into a bucket; returns the part that they take, uint8."""
+    for part, block in _parts(blocks, bucket):
+        part.copy_(block)
+    return bucket[: size_of(blocks)]
+
+
+def unpack(bucket: torch.Tensor, blocks: Blocks) -> None:
+    """Copy blocks out of a bucket."""
+    for part, block in _parts(blocks, bucket):
+        block.copy_(part)
+
+
+def _parts(blocks: Blocks, bucket: torch.Tensor) -> Any:
+    elements = bucket[: size_of(blocks)].view(blocks[0].dtype)
+    cuts = elements.split([block.numel() for block in blocks])
+    return ((cut.view(block.shape), block) for cut, block in zip(cuts, blocks, strict=True))

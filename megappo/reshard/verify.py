@@ -1,0 +1,113 @@
+"""Proof in production: checksums of what a sender has and of what a receiver has after receipt, compared on every sync.
+
+A region is seen as signed 32-bit words w_i in the order of its elements (the last padded with zeros); its checksum is
+sum_i w_i m_i modulo 2^64 with fixed odd 64-bit multipliers m_i. Integer sums do not depend on their order, so it is the
+same on every device. As m_i is odd, a change in any single word is always seen; any other change, such as words in each
+other's places or other signs, goes unseen by a chance of about 2^-32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+
+import numpy as np
+import torch
+
+from megappo.config import Verify
+from megappo.reshard.messages import cut
+from megappo.reshard.plan import Copy
+from megappo.reshard.transfer import destination_block, source_block
+
+REGION = 1 << 20
+"""Most elements of one region."""
+
+SHARE, MOST = 32, 16
+"""A sample is one region in 32 of what one rank sends to another, but at most 16: others at each sync, all in time."""
+
+CACHED = 1 << 15
+"""Words that a CPU takes at a time, so that they stay in its cache."""
+
+
+class Verifier:
+    """Checksums of one rank's part of the plan, by peer."""
+
+    def __init__(self, rank: int, part: Iterable[Copy], verify: Verify) -> None:
+        """Cut the part into regions.
+
+        Args:
+            part: the copies that ``rank`` sends or receives, in the order of the plan.
+        """
+        self.verify = verify
+        self.sent: dict[int, list[Copy]] = {}
+        self.received: dict[int, list[Copy]] = {}
+        for copy in part if verify != "off" else ():
+            for side, end, peer in (
+                (self.sent, copy.source, copy.destination),
+                (self.received, copy.destination, copy.source),
+            ):
+                if end == rank:
+                    side.setdefault(peer, []).extend(cut(copy, REGION))
+
+    def sent_sums(self, version: int, params: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """What each receiver should find: the version and the checksums of this sync's regions, int64 on the CPU."""
+        return {peer: self._sums(version, regions, params, source_block) for peer, regions in self.sent.items()}
+
+    def empty_sums(self, version: int) -> dict[int, torch.Tensor]:
+        """Where to put what senders say, by sender."""
+        return {
+            peer: torch.empty(1 + len(self._chosen(version, regions)), dtype=torch.int64)
+            for peer, regions in self.received.items()
+        }
+
+    def differences(
+        self, version: int, params: Mapping[str, torch.Tensor], said: Mapping[int, torch.Tensor]
+    ) -> list[tuple[Copy, int]]:
+        """Regions, after receipt, that differ from what their senders said, each with its sender's version."""
+        found = []
+        for peer, regions in self.received.items():
+            own = self._sums(version, regions, params, destination_block)
+            wrong = (own != said[peer])[1:] | (own[0] != said[peer][0])
+            chosen = self._chosen(version, regions)
+            found += [(chosen[at], int(said[peer][0])) for at in wrong.nonzero().flatten().tolist()]
+        return found
+
+    def _sums(
+        self,
+        version: int,
+        regions: Sequence[Copy],
+        params: Mapping[str, torch.Tensor],
+        view: Callable[[Mapping[str, torch.Tensor], Copy], torch.Tensor],
+    ) -> torch.Tensor:
+        sums = torch.stack([checksum(view(params, region)) for region in self._chosen(version, regions)])
+        return torch.cat([torch.tensor([version]), sums.cpu()])
+
+    def _chosen(self, version: int, regions: Sequence[Copy]) -> Sequence[Copy]:
+        if self.verify == "full":
+            return regions
+        stride = min(max(SHARE, -(-len(regions) // MOST)), len(regions))
+        return regions[version % stride :: stride]
+
+
+def checksum(block: torch.Tensor) -> torch.Tensor:
+    """The checksum of a region of at most :data:`REGION` elements: int64, no dimensions, on the region's device."""
+    data = block.contiguous().view(-1)
+    if data.data_ptr() % 4 or data.nbytes % 4:
+        padded = data.new_zeros(-(-data.nbytes // 4) * 4 // data.element_size())
+        padded[: data.numel()] = data
+        data = padded
+    words = data.view(torch.int32)
+    multipliers = _multipliers(words.device)[: words.numel()]
+    if words.device.type == "cpu":
+        pieces = zip(words.split(CACHED), multipliers.split(CACHED), strict=True)
+        return torch.stack([torch.dot(piece.to(torch.int64), by) for piece, by in pieces]).sum()
+    return (words * multipliers).sum()
+
+
+@cache
+def _multipliers(device: torch.device) -> torch.Tensor:
+    """Odd int64 numbers that look random: SplitMix64's, with the last bit set."""
+    x = np.arange(1, 2 * REGION + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # elements have up to 8 bytes
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return torch.from_numpy(((x ^ (x >> np.uint64(31))) | np.uint64(1)).view(np.int64)).to(device)

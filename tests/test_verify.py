@@ -1,0 +1,97 @@
+"""Checksums of regions: what they are, what they see, and that samples cover everything in time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_transfer import CASES, MODEL, numbered, small
+
+from megappo.layout.mesh import Layout
+from megappo.reshard.actor_to_rollout import TransferSpec
+from megappo.reshard.routes import DEVICE, distance
+from megappo.reshard.transfer import destination_block
+from megappo.reshard.verify import MOST, SHARE, Verifier, _multipliers, checksum
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.float32, (37, 21)), (torch.bfloat16, (7, 9)), (torch.int8, (5,))])
+def test_checksum_is_the_sum_of_words_times_multipliers(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    block = (torch.randn(shape) * 50).to(dtype)
+    data = block.contiguous().view(torch.uint8).numpy().tobytes()
+    words = np.frombuffer(data + b"\0" * (-len(data) % 4), dtype="<i4")
+    multipliers = _multipliers(torch.device("cpu")).numpy()
+    assert (multipliers % 2 == 1).all() and len(np.unique(multipliers)) == len(multipliers)
+    wanted = sum(int(word) * int(multiplier) for word, multiplier in zip(words, multipliers, strict=False)) % 2**64
+    assert int(checksum(block)) % 2**64 == wanted
+    # As CUDA computes it.
+    there = torch.from_numpy(words.copy()) * _multipliers(torch.device("cpu"))[: len(words)]
+    assert int(there.sum()) % 2**64 == wanted
+    # Wherever it lies, in one piece or not.
+    assert checksum(torch.cat([block.view(-1)[:1], block.view(-1)])[1:]) == checksum(block)
+    if len(shape) == 2:
+        assert checksum(block.T.contiguous().T) == checksum(block)
+
+
+def test_checksum_sees_changes_and_swaps() -> None:
+    block = torch.randn(64, 64)
+    seen = {int(checksum(block))}
+    for bit in range(32):
+        changed = block.clone()
+        changed.view(torch.int32)[3, 5] ^= -(2**31) if bit == 31 else 1 << bit
+        seen.add(int(checksum(changed)))
+    for permuted in (block.flip(0), block.flip(1), block.T, block.roll(1, 0), block[torch.randperm(64)], -block):
+        seen.add(int(checksum(permuted)))
+    assert len(seen) == 1 + 32 + 6
+
+
+def test_samples_cover_everything_in_time() -> None:
+    transfer = replace(small(False), model=replace(MODEL, num_layers=9))
+    receiver = transfer.world - 1
+    part = transfer.part(receiver)
+    sample = Verifier(receiver, part, "sample")
+    for source, regions in Verifier(receiver, part, "full").received.items():
+        assert len(regions) > SHARE
+        chosen = [sample._chosen(version, sample.received[source]) for version in range(SHARE)]
+        assert sorted(region for some in chosen for region in some) == sorted(regions)
+        assert max(map(len, chosen)) <= min(MOST, -(-len(regions) // SHARE))
+    assert not Verifier(receiver, part, "off").received
+
+
+def test_a_sample_finds_what_it_looks_at_and_no_more() -> None:
+    transfer = small(False)
+    receiver = transfer.world - 1
+    ends = [Verifier(rank, transfer.part(rank), "sample") for rank in range(transfer.world)]
+    params = numbered(transfer, receiver, 1)
+    for copy in transfer.part(receiver):
+        source = numbered(transfer, copy.source, 1)[copy.source_param]
+        begin, size = copy.source_offset, copy.size
+        destination_block(params, copy).copy_(source[tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))])
+    victim = "model.layers.1.mlp.down_proj.weight"
+    seen = []
+    for version in range(SHARE):
+        said = {rank: ends[rank].sent_sums(version, numbered(transfer, rank, 1))[receiver] for rank in range(receiver)}
+        assert ends[receiver].differences(version, params, said) == []
+        spoilt = {name: param.clone() for name, param in params.items()}
+        spoilt[victim][0, 0] += 1
+        seen += [copy for copy, _ in ends[receiver].differences(version, spoilt, said)]
+        # Sums of another sync are not taken for this one's.
+        assert ends[receiver].differences(
+            version, params, {r: s + torch.eye(1, len(s))[0].long() for r, s in said.items()}
+        )
+    assert [copy.param for copy in seen] == [victim]
+    assert seen[0].source == 0  # the sender of the first columns
+
+
+def test_what_is_known_without_the_plan() -> None:
+    for transfer in CASES.values():
+        plan = transfer.plan()
+        assert transfer.elements() == sum(copy.elements for copy in plan)
+    layout, model = Layout(tp=2, dp=2), replace(MODEL, vocab_size=512)  # which neither side pads
+    for devices, stays in (("0101", True), ("0123", True), ("1032", False), ("0011", False)):
+        places = (*(("node", str(rank)) for rank in range(4)), *(("node", device) for device in devices))
+        transfer = TransferSpec(model, layout, engines=2, engine_tp=2, fused_norms=False, places=places)
+        on_device = all(distance(places, copy.source, copy.destination) == DEVICE for copy in transfer.plan())
+        assert transfer.stays_on_device() == on_device == stays, devices
+    assert not replace(transfer, places=()).stays_on_device()
