@@ -13,20 +13,22 @@ from megappo.layout.mesh import Layout
 from megappo.reshard.actor_to_rollout import TransferSpec
 from megappo.reshard.routes import DEVICE, distance
 from megappo.reshard.transfer import destination_block
-from megappo.reshard.verify import MOST, SHARE, Verifier, _multipliers, checksum
+from megappo.reshard.verify import MOST, ROW, SHARE, Verifier, _all_multipliers, checksum
 
 
-@pytest.mark.parametrize(("dtype", "shape"), [(torch.float32, (37, 21)), (torch.bfloat16, (7, 9)), (torch.int8, (5,))])
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [(torch.float32, (37, 2001)), (torch.bfloat16, (7, 9)), (torch.int8, (5,))]
+)
 def test_checksum_is_the_sum_of_words_times_multipliers(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     block = (torch.randn(shape) * 50).to(dtype)
     data = block.contiguous().view(torch.uint8).numpy().tobytes()
     words = np.frombuffer(data + b"\0" * (-len(data) % 4), dtype="<i4")
-    multipliers = _multipliers(torch.device("cpu")).numpy()
+    multipliers = _all_multipliers(torch.device("cpu")).numpy()
     assert (multipliers % 2 == 1).all() and len(np.unique(multipliers)) == len(multipliers)
     wanted = sum(int(word) * int(multiplier) for word, multiplier in zip(words, multipliers, strict=False)) % 2**64
     assert int(checksum(block)) % 2**64 == wanted
     # As CUDA computes it.
-    there = torch.from_numpy(words.copy()) * _multipliers(torch.device("cpu"))[: len(words)]
+    there = torch.from_numpy(words.copy()) * _all_multipliers(torch.device("cpu"))[: len(words)]
     assert int(there.sum()) % 2**64 == wanted
     # Wherever it lies, in one piece or not.
     assert checksum(torch.cat([block.view(-1)[:1], block.view(-1)])[1:]) == checksum(block)
@@ -35,15 +37,24 @@ def test_checksum_is_the_sum_of_words_times_multipliers(dtype: torch.dtype, shap
 
 
 def test_checksum_sees_changes_and_swaps() -> None:
-    block = torch.randn(64, 64)
+    block = torch.randn(256, 256)  # two rows of words
+    assert block.numel() == 2 * ROW
     seen = {int(checksum(block))}
     for bit in range(32):
         changed = block.clone()
         changed.view(torch.int32)[3, 5] ^= -(2**31) if bit == 31 else 1 << bit
         seen.add(int(checksum(changed)))
-    for permuted in (block.flip(0), block.flip(1), block.T, block.roll(1, 0), block[torch.randperm(64)], -block):
+    for permuted in (
+        block.flip(0),
+        block.flip(1),
+        block.T,
+        block.roll(1, 0),
+        block[torch.randperm(256)],
+        block.roll(128, 0),
+        -block,
+    ):
         seen.add(int(checksum(permuted)))
-    assert len(seen) == 1 + 32 + 6
+    assert len(seen) == 1 + 32 + 7
 
 
 def test_samples_cover_everything_in_time() -> None:

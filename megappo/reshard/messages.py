@@ -38,7 +38,8 @@ def make_messages(
     A block larger than a bucket is cut along its first axis (a single row is never cut). Blocks of ``direct_elements``
     or more travel alone, so that they need not be packed. Every rank works through its
     own messages in this order, as sender or receiver: the earliest message that is not done then always has both ends
-    ready, so bounded buffers cannot deadlock. Messages of different pairs alternate, so that all links are busy.
+    ready, so bounded buffers cannot deadlock. Messages of different pairs alternate, so that all links are busy: those
+    whose ranks have one exclusive or are neighbours in the order, and have no rank in common.
 
     The first wave comes before the second. A rank that passes blocks on must have *unpacked* all its messages of the
     first wave before it packs one of the second; as it then waits for nothing but the first wave, which waits for
@@ -63,13 +64,13 @@ def make_messages(
             filling[pair].append(piece)
             filled[pair] += elements
     numbered = (
-        ((wave, turn, source, destination), bucket)
+        ((wave, turn, source ^ destination, source), bucket)
         for (wave, source, destination), buckets in pairs.items()
         for turn, bucket in enumerate(buckets)
     )
     return tuple(
-        Message(source, destination, tuple(bucket), wave)
-        for (wave, _, source, destination), bucket in sorted(numbered, key=lambda entry: entry[0])
+        Message(source, source ^ other, tuple(bucket), wave)
+        for (wave, _, other, source), bucket in sorted(numbered, key=lambda entry: entry[0])
     )
 
 

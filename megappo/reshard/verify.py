@@ -1,9 +1,9 @@
-"""Proof in production: checksums of what a sender has and of what a receiver has after receipt, compared on every sync.
+"""Proof in production: checksums of what senders have and of what receivers have after receipt, compared every sync.
 
-A region is seen as signed 32-bit words w_i in the order of its elements (the last padded with zeros); its checksum is
-sum_i w_i m_i modulo 2^64 with fixed odd 64-bit multipliers m_i. Integer sums do not depend on their order, so it is the
-same on every device. As m_i is odd, a change in any single word is always seen; any other change, such as words in each
-other's places or other signs, goes unseen by a chance of about 2^-32.
+A region is seen as signed 32-bit words w in the order of its elements (zeros pad the last), in rows of 2^15; its
+checksum is sum_k r_k sum_i w_ki m_i modulo 2^64, with fixed odd 64-bit multipliers r and m. Integer sums do not depend
+on their order, so it is the same on every device. As multipliers are odd, a change in any single word is always seen;
+any other change, such as words in each other's places or other signs, goes unseen by a chance of about 2^-32.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ REGION = 1 << 20
 SHARE, MOST = 32, 16
 """A sample is one region in 32 of what one rank sends to another, but at most 16: others at each sync, all in time."""
 
-CACHED = 1 << 15
-"""Words that a CPU takes at a time, so that they stay in its cache."""
+ROW = 1 << 15
+"""Words; what a CPU computes with at a time stays in its cache."""
 
 
 class Verifier:
@@ -97,17 +97,28 @@ def checksum(block: torch.Tensor) -> torch.Tensor:
         padded[: data.numel()] = data
         data = padded
     words = data.view(torch.int32)
-    multipliers = _multipliers(words.device)[: words.numel()]
-    if words.device.type == "cpu":
-        pieces = zip(words.split(CACHED), multipliers.split(CACHED), strict=True)
-        return torch.stack([torch.dot(piece.to(torch.int64), by) for piece, by in pieces]).sum()
-    return (words * multipliers).sum()
+    if words.device.type != "cpu":
+        return (words * _all_multipliers(words.device)[: words.numel()]).sum()
+    rows, multipliers = words.split(ROW), _multipliers(ROW)
+    sums = torch.stack([torch.dot(row.to(torch.int64), multipliers[: row.numel()]) for row in rows])
+    return torch.dot(sums, _row_multipliers()[: len(rows)])
 
 
 @cache
-def _multipliers(device: torch.device) -> torch.Tensor:
-    """Odd int64 numbers that look random: SplitMix64's, with the last bit set."""
-    x = np.arange(1, 2 * REGION + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # elements have up to 8 bytes
+def _multipliers(count: int, start: int = 1) -> torch.Tensor:
+    """Odd int64 numbers that look random: SplitMix64's from ``start`` on, with the last bit set."""
+    x = np.arange(start, start + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return torch.from_numpy(((x ^ (x >> np.uint64(31))) | np.uint64(1)).view(np.int64)).to(device)
+    return torch.from_numpy(((x ^ (x >> np.uint64(31))) | np.uint64(1)).view(np.int64))
+
+
+def _row_multipliers() -> torch.Tensor:
+    """Others than those inside rows, or words (k, i) and (i, k) could change places unseen."""
+    return _multipliers(REGION // ROW, start=1 + ROW)
+
+
+@cache
+def _all_multipliers(device: torch.device) -> torch.Tensor:
+    """Those of every word of the largest region (of four-byte elements)."""
+    return (_row_multipliers()[:, None] * _multipliers(ROW)).view(-1).to(device)
