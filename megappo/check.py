@@ -46,39 +46,49 @@ class _Warning(str):
     """A finding that does not stop a run."""
 
 
-def check_file(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config | None, Report]:
+class _File(str):
+    """A finding about files that a run needs, and that a plan can do without."""
+
+
+def check_file(
+    path: str | Path, overrides: Sequence[str] = (), *, planning: bool = False
+) -> tuple[Config | None, Report]:
     """Load and check a configuration file, so that mistakes in the file and in what it names come out together.
 
     Returns the configuration (None if it has errors that keep it from being read) and the findings.
+
+    Args:
+        planning: files that a run needs may be missing (weights, tokenizer, data, rewards), which is a warning then.
     """
     try:
         config = load_config(path, overrides)
     except ConfigError as error:
-        rest = check(error.partial) if error.partial else Report()
+        rest = check(error.partial, planning=planning) if error.partial else Report()
         # What a refused value made look wrong is not reported a second time.
         errors = tuple(line for line in rest.errors if line.split(":")[0] not in error.doubtful)
         warnings = tuple(line for line in rest.warnings if line.split(":")[0] not in error.doubtful)
         return None, Report((*error.problems, *errors), warnings)
-    return config, check(config)
+    return config, check(config, planning=planning)
 
 
-def check(config: Config) -> Report:
+def check(config: Config, *, planning: bool = False) -> Report:
     """Check a configuration against itself, its model folders, its files and its run folder."""
     findings = list(_findings(config))
-    errors = tuple(str(line) for line in findings if not isinstance(line, _Warning))
-    return Report(errors, tuple(str(line) for line in findings if isinstance(line, _Warning)))
+    mild = (_Warning, _File) if planning else _Warning
+    errors = tuple(str(line) for line in findings if not isinstance(line, mild))
+    return Report(errors, tuple(str(line) for line in findings if isinstance(line, mild)))
 
 
 def _findings(config: Config) -> Iterator[str]:
     specs: dict[str, ModelSpec] = {}
-    yield from _run(config)
+    yield from _on_files(_run(config))
     yield from _models(config, specs)
-    yield from _end_of_text(config, specs)
-    yield from _data(config)
+    yield from _on_files(_end_of_text(config, specs))
+    yield from _on_files(_data(config))
     yield from _pools(config)
     yield from _layouts(config, specs)
     yield from _lengths(config, specs)
-    yield from _reward(config)
+    yield from _on_files(_reward(config))
     yield from _reward_time(config)
     yield from _memory_saving(config, specs)
     yield from _sampling(config)
@@ -150,9 +160,9 @@ def _models(config: Config, specs: dict[str, ModelSpec]) -> Iterator[str]:
             shapes = specs[folder].hf_shapes()
             if name == "critic":
                 shapes.pop("lm_head.weight", None)  # a value head takes its place
-            yield from _under(label, check_files.weight_problems(Path(folder), shapes))
+            yield from _on_files(_under(label, check_files.weight_problems(Path(folder), shapes)))
             if name == "actor":
-                yield from _under(label, check_files.tokenizer_problems(Path(folder)))
+                yield from _on_files(_under(label, check_files.tokenizer_problems(Path(folder))))
     actor = specs.get(config.model_folder("actor"))
     for name, role in config.roles.megatron.items():
         spec = specs.get(config.model_folder(name))
@@ -398,6 +408,10 @@ def _ppo(config: Config) -> Iterator[str]:
             f"ppo.critic_warmup: {ppo.critic_warmup} steps are all of run.steps, so that the actor never trains: "
             "lower it"
         )
+
+
+def _on_files(lines: Iterator[str]) -> Iterator[str]:
+    return (line if isinstance(line, _Warning) else _File(line) for line in lines)
 
 
 def _under(prefix: str, lines: Iterator[str] | Sequence[str], joint: str = ": ") -> Iterator[str]:

@@ -20,7 +20,12 @@ BAD_INPUT = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, late = parser.parse_known_args(arguments)
+    if late and not (hasattr(options, "overrides") and all("=" in one and one[0] != "-" for one in late)):
+        parser.error(f"unrecognized arguments: {' '.join(late)}")
+    if late:  # argparse does not see that overrides may come after an option too
+        options.overrides += late
     try:
         return options.run(options)
     except BrokenPipeError:  # the reader of our output, head for instance, has had enough
@@ -43,6 +48,19 @@ def _check(options: argparse.Namespace) -> int:
     if config is None or report.errors:
         return BAD_INPUT
     print(layout_table(config))
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from megappo.plan.command import Options, plan
+
+    config, report = check_file(options.config, options.overrides, planning=True)
+    _print_report(report)
+    if config is None or report.errors:
+        return BAD_INPUT
+    options.device = options.device or config.run.device_profile
+    chosen = {name: value for name, value in vars(options).items() if name in Options.__dataclass_fields__}
+    plan(config, Options(**chosen), print)
     return 0
 
 
@@ -166,6 +184,19 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("config", metavar="CONFIG", help="YAML file")
         command.add_argument("overrides", metavar="key=value", nargs="*", help="for instance roles.rollout.tp=2")
         command.set_defaults(run=run)
+
+    text = "memory, transfers and time of a step, predicted; or the layouts that would be best"
+    command = commands.add_parser("plan", help=text, description=text)
+    command.add_argument("config", metavar="CONFIG", help="YAML file; its model folders need only config.json")
+    command.add_argument("overrides", metavar="key=value", nargs="*", help="for instance roles.rollout.tp=2")
+    command.add_argument("--device", metavar="D", help="H200, H100, A100 or a YAML file (default: run.device_profile)")
+    command.add_argument("--prompt", type=float, metavar="N", help="tokens of a prompt, on average (default: the most)")
+    command.add_argument("--response", type=float, metavar="N", help="tokens of a response, on average")
+    command.add_argument("--out", metavar="FILE", help="draw the step's timeline into an .html or .svg file")
+    command.add_argument("--search", action="store_true", help="rank all layouts and placements instead")
+    command.add_argument("--devices", type=int, metavar="N", help="search: devices to use (default: as many as pools)")
+    command.add_argument("--write", metavar="FILE", help="search: write the best as a configuration")
+    command.set_defaults(run=_plan)
 
     text = "list every configuration key with its default and meaning"
     commands.add_parser("config", help=text, description=text).set_defaults(run=_config)

@@ -22,6 +22,7 @@ Offload = Literal["none", "optimizer", "all"]
 Estimator = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 Verify = Literal["off", "sample", "full"]
 Carrier = Literal["auto", "gloo"]
+Sleep = Literal["off", "offload", "drop"]
 
 
 class ConfigError(ValueError):
@@ -53,6 +54,7 @@ class RunConfig:
     device: Literal["cuda", "cpu"] = key("what the workers run on", "cuda")
     dtype: Literal["bfloat16", "float32"] = key("type of weights and activations", "bfloat16")
     peak_tflops: float | None = key("a device's matrix peak, for MFU; null: by its name", None, above=0)
+    device_profile: str = key("what plan takes a device for: H200, H100, A100, or a YAML file", "H200")
     timeout_s: float = key("seconds any one remote call or collective may take", 1800.0, above=0)
     dump_rollouts: bool = key("write every step's batch to RUN/rollouts", True)
 
@@ -115,7 +117,7 @@ class RolloutConfig:
     max_sequences: int = key("sequences one engine decodes at once", 256, at_least=1)
     memory_fraction: float = key("part of a GPU's memory that an engine may take", 0.9, above=0, at_most=1)
     kv_cache_gib: float = key("key/value cache of an engine on CPU, in GiB", 1.0, above=0)
-    sleep: Literal["off", "offload", "drop"] = key(
+    sleep: Sleep = key(
         "what an engine in a shared pool does with its weights while others work; its key/value cache goes in any case "
         "but off",
         "drop",

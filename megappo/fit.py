@@ -22,7 +22,7 @@ from megappo.layout.memory import (
 )
 from megappo.layout.mesh import Layout
 from megappo.models.parameters import megatron_vocabulary, vllm_vocabulary
-from megappo.models.spec import read_model_spec
+from megappo.models.spec import ModelSpec, read_model_spec
 
 CHUNK_BYTES = 512 << 20
 """As :data:`megappo.models.language_head.CHUNK_BYTES`, which cannot be imported without torch."""
@@ -119,15 +119,21 @@ def pool_turns(config: Config, pool: str, rank: int, total: int) -> Iterator[Tur
 
 def megatron_memory(config: Config, name: str, rank: int) -> RoleMemory:
     """What a Megatron role takes on the device of one rank of its pool."""
-    role, layout = config.roles.megatron[name], _layout(config, name)
-    spec, stage = read_model_spec(config.model_folder(name)), layout.coordinates(rank)["pp"]
+    layout, spec = role_layout(config, name), read_model_spec(config.model_folder(name))
+    return stage_memory(config, name, config.roles.megatron[name], layout, layout.coordinates(rank)["pp"], spec)
+
+
+def stage_memory(
+    config: Config, name: str, role: MegatronRoleConfig, layout: Layout, stage: int, spec: ModelSpec
+) -> RoleMemory:
+    """What a Megatron role takes on each device of a pipeline stage, were it laid out in this way."""
     longest = config.data.max_prompt + config.data.max_response - 1  # the last token predicts nothing
 
     def use(rows: int) -> RoleUse:
         tokens = -(-rows // layout.dp) * longest
         return RoleUse(
             vocabulary=megatron_vocabulary(spec.vocab_size, role.tp),
-            item_bytes=_item_bytes(config),
+            item_bytes=item_bytes(config),
             trained=name != "reference",
             scalar_head=name == "critic",
             tokens=min(tokens, role.micro_batch_tokens),
@@ -149,7 +155,7 @@ def rollout_memory(config: Config) -> EngineMemory:
         spec,
         rollout.tp,
         vocabulary=vllm_vocabulary(spec.vocab_size),
-        item_bytes=_item_bytes(config),
+        item_bytes=item_bytes(config),
         max_tokens=config.data.max_prompt + config.data.max_response,
         max_sequences=rollout.max_sequences,
     )
@@ -159,13 +165,15 @@ def _roles(config: Config, pool: str) -> dict[str, MegatronRoleConfig]:
     return {name: role for name, role in config.roles.megatron.items() if role.pool == pool}
 
 
-def _layout(config: Config, name: str) -> Layout:
+def role_layout(config: Config, name: str) -> Layout:
+    """The sizes of a Megatron role; what its pool has beyond them is data parallel."""
     role = config.roles.megatron[name]
     dp = config.pools[role.pool].devices // (role.tp * role.pp)
     return Layout(tp=role.tp, pp=role.pp, dp=dp, sequence_parallel=role.sequence_parallel)
 
 
-def _item_bytes(config: Config) -> int:
+def item_bytes(config: Config) -> int:
+    """Bytes of a weight or activation."""
     return 4 if config.run.dtype == "float32" else 2
 
 
@@ -176,7 +184,7 @@ def _problems(config: Config, pool: str, devices: Sequence[Device]) -> Iterator[
     """The engine's share if it is too small, and the turn that lacks most on the device that lacks most."""
     if config.roles.rollout.pool == pool:
         yield from _share_problem(config, min(device.total for device in devices))
-    layouts = [_layout(config, name) for name in _roles(config, pool)]
+    layouts = [role_layout(config, name) for name in _roles(config, pool)]
     turns: dict[tuple[int, ...], Turn] = {}  # ranks of the same stages need the same
     lacks: list[tuple[int, int, Turn]] = []
     for rank, device in enumerate(devices):

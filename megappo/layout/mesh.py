@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 AXES = ("tp", "cp", "dp", "pp")
 """Rank order, fastest first: tensor neighbours share a node, pipeline stages may span nodes (Megatron's default)."""
@@ -84,6 +85,7 @@ class Layout:
         return " ".join(parts + (["sp"] if self.sequence_parallel else []))
 
 
+@cache
 def stage_layers(num_layers: int, pp: int) -> tuple[range, ...]:
     """Global layer indices of each pipeline stage.
 

@@ -1,0 +1,174 @@
+"""How long each phase of a step should take, from a configuration and a device profile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megappo.config import Config, MegatronRoleConfig
+from megappo.fit import item_bytes, role_layout, rollout_memory, stage_memory
+from megappo.layout import passes
+from megappo.layout.devices import DeviceProfile
+from megappo.layout.generation import Load, cached_sequences, generation_phase
+from megappo.layout.memory import RoleMemory
+from megappo.layout.mesh import Layout
+from megappo.layout.timeline import ADVANTAGES, GENERATE, SLEEP, SYNC, WAKE, Busy, Phase, timeline, total
+from megappo.models.parameters import megatron_vocabulary, vllm_vocabulary
+from megappo.models.spec import ModelSpec, read_model_spec
+
+ADVANTAGE_S = 0.5e-6
+"""Seconds of the driver for each token: reading columns, advantages, writing them (seen: 0.045 s for 93 thousand)."""
+SLEEP_S, WAKE_S = 1.3, 0.07
+"""Seconds in which vLLM gives up its memory and takes it back, beside what is copied (seen on an H200)."""
+HOST, MAPPING = "host memory", "giving memory up and back"
+
+SCORES = {"actor": "old_log_prob", "critic": "values", "reference": "ref"}
+UPDATES = {"actor": "update_actor", "critic": "update_critic"}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a step is made of.
+
+    Attributes:
+        sequences: responses.
+        prompt, response: tokens of one, on average.
+        longest: tokens of the longest response.
+    """
+
+    sequences: int
+    prompt: float
+    response: float
+    longest: float
+
+    @property
+    def tokens(self) -> float:
+        """Prompts and responses."""
+        return self.sequences * (self.prompt + self.response)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step, predicted.
+
+    Attributes:
+        phases: by the names of a run's ``timing_s``.
+        busy: which pool works when.
+    """
+
+    phases: Mapping[str, Phase]
+    busy: tuple[Busy, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return max((one.ended for one in self.busy), default=0.0)
+
+
+def full_workload(config: Config) -> Workload:
+    """Every prompt and every response as long as it may be."""
+    data = config.data
+    sequences = data.prompts_per_step * config.roles.rollout.samples_per_prompt
+    return Workload(sequences, data.max_prompt, data.max_response, data.max_response)
+
+
+def estimate(config: Config, device: DeviceProfile, work: Workload, sync: Phase) -> Estimate:
+    """Predict a step.
+
+    Args:
+        sync: of the weights; see :func:`megappo.plan.sync.weight_sync`.
+    """
+    phases = {
+        GENERATE: rollout_phase(config, device, work),
+        **engine_rest_phases(config, device),
+        ADVANTAGES: Phase({"the driver": ADVANTAGE_S * work.tokens}),
+        SYNC: sync,
+    }
+    for name, role in config.roles.megatron.items():
+        spec, layout = read_model_spec(config.model_folder(name)), role_layout(config, name)
+        memory = stage_memory(config, name, role, layout, 0, spec)  # no other has more weights
+        plain = role_phases(config, name, role, layout, spec, device, work)
+        phases |= with_offload(config, name, role.offload, memory, plain, device, work)
+    pools = {name: role.pool for name, role in config.roles.megatron.items()}
+    return Estimate(phases, tuple(timeline(phases, {**pools, "rollout": config.roles.rollout.pool})))
+
+
+def role_phases(
+    config: Config,
+    name: str,
+    role: MegatronRoleConfig,
+    layout: Layout,
+    spec: ModelSpec,
+    device: DeviceProfile,
+    work: Workload,
+) -> dict[str, Phase]:
+    """Scoring and, if it is trained, updating, were the role laid out in this way and never offloaded."""
+    use = passes.PassUse(
+        vocabulary=megatron_vocabulary(spec.vocab_size, role.tp),
+        item_bytes=item_bytes(config),
+        scalar_head=name == "critic",
+        recompute=role.recompute,
+        micro_batch_tokens=role.micro_batch_tokens,
+        length=work.prompt + work.response - 1,
+        head_tokens=work.response,
+    )
+    out = {SCORES[name]: passes.scoring_phase(spec, layout, use, device, work.sequences)}
+    if name in UPDATES:
+        sizes = {"mini_batch": config.ppo.mini_batch, "epochs": config.ppo.epochs}
+        out[UPDATES[name]] = passes.update_phase(spec, layout, use, device, work.sequences, **sizes)
+    return out
+
+
+def with_offload(
+    config: Config,
+    name: str,
+    offload: str,
+    memory: RoleMemory,
+    phases: Mapping[str, Phase],
+    device: DeviceProfile,
+    work: Workload,
+) -> dict[str, Phase]:
+    """The same phases with the copies from and to host memory around them.
+
+    Weights come for every turn and go back when they have changed; the optimizer's state comes while the first
+    mini-batch computes, which hides as much of it, and goes back after the last. Gradients are not copied.
+    """
+    if offload == "none":
+        return dict(phases)
+    link = device.host_gb_s * 1e9
+    weights = memory.weights / link if offload == "all" else 0.0
+    out = {SCORES[name]: total([phases[SCORES[name]], Phase({HOST: weights})])}
+    if name in UPDATES:
+        update, state = phases[UPDATES[name]], memory.optimizer / link
+        steps = -(-work.sequences // config.ppo.mini_batch) * config.ppo.epochs
+        moved = 2 * weights + state + max(state - update.seconds / steps, 0.0)
+        out[UPDATES[name]] = total([update, Phase({HOST: moved})])
+    return out
+
+
+def rollout_slots(config: Config, device: DeviceProfile) -> int:
+    """Sequences that one engine decodes at once: as many as asked for, or as its key/value cache holds."""
+    rollout = config.roles.rollout
+    share = int(rollout.memory_fraction * device.memory)
+    return min(rollout.max_sequences, cached_sequences(rollout_memory(config), share))
+
+
+def rollout_phase(config: Config, device: DeviceProfile, work: Workload) -> Phase:
+    """Generation, by all engines at the same time."""
+    spec, rollout = read_model_spec(config.model_folder("actor")), config.roles.rollout
+    engines = config.pools[rollout.pool].devices // rollout.tp
+    sequences = -(-work.sequences // engines)
+    load = Load(sequences, min(rollout_slots(config, device), sequences), work.prompt, work.response, work.longest)
+    vocabulary = vllm_vocabulary(spec.vocab_size)
+    return generation_phase(spec, rollout.tp, rollout_memory(config), vocabulary, item_bytes(config), load, device)
+
+
+def engine_rest_phases(config: Config, device: DeviceProfile) -> dict[str, Phase]:
+    """Sleeping and waking of engines that share their devices."""
+    rollout = config.roles.rollout
+    shared = any(role.pool == rollout.pool for role in config.roles.megatron.values())
+    if not shared or rollout.sleep == "off":
+        return {}
+    # Weights that went to the host are not brought back: the weight sync writes them.
+    copied = rollout_memory(config).weights / (device.host_gb_s * 1e9) if rollout.sleep == "offload" else 0.0
+    return {SLEEP: Phase({MAPPING: SLEEP_S, HOST: copied}), WAKE: Phase({MAPPING: WAKE_S, HOST: copied})}
