@@ -21,6 +21,7 @@ from megappo.layout.flops import peak_tflops
 from megappo.ppo.balance import mini_batches
 from megappo.ppo.kl import KLController
 from megappo.ppo.schedule import learning_rate
+from megappo.report.predicted import Prediction
 from megappo.report.speed import speed_metrics, speed_workers
 from megappo.report.step_metrics import Metrics, time_metrics
 from megappo.run import Run
@@ -54,6 +55,7 @@ class Trainer:
     def __init__(self, config: Config, run: Run, cluster: Cluster) -> None:
         self.config, self.run, self.cluster = config, run, cluster
         self.step = 0
+        self.prediction = Prediction(config, cluster.device_name)
         kl = config.ppo.kl
         self.controller = KLController(kl.coef, kl.target, kl.horizon)
         self.order = PromptOrder(
@@ -101,6 +103,7 @@ class Trainer:
             epochs=config.ppo.epochs,
             peak_tflops=config.run.peak_tflops or peak_tflops(self.cluster.device_name),
         )
+        metrics |= self.prediction.metrics(batch.tokens, batch.response_tokens)
         devices = sum(pool.devices for pool in config.pools.values())
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / step_s / devices
         last = self.step == config.run.steps

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import yaml
 from qwen import write_qwen
@@ -19,11 +20,13 @@ from megappo.cli import main
 from megappo.config import load_config
 from megappo.layout.devices import NUMBERS, PROFILES
 from megappo.plan.command import Options, plan
-from megappo.plan.estimate import estimate, full_workload
+from megappo.plan.estimate import Workload, estimate, full_workload
 from megappo.plan.memory import fit_problems, peaks, role_stages
 from megappo.plan.profile import ProfileError, load_profile
 from megappo.plan.search import SearchError, partitions, search, splits
 from megappo.plan.sync import places, rough_sync, weight_sync
+from megappo.report.html import render
+from megappo.report.predicted import Prediction
 
 ONE = """\
 run: {dir: run, steps: 1}
@@ -212,6 +215,36 @@ def test_pools_are_placed_node_by_node(many: Path) -> None:
     found = places(load_config("config.yaml", [pools]), 8)
     assert found["a"][3] == ("node 0", "3") and found["b"] == [("node 0", "4"), ("node 0", "5")]
     assert found["c"][0] == ("node 1", "0") and found["c"][15] == ("node 2", "7")
+
+
+def test_a_run_logs_what_was_predicted(one: Path) -> None:
+    config = load_config("config.yaml")
+    tokens, responses = np.full(512, 300), np.full(512, 200)
+    found = Prediction(config, "NVIDIA H200").metrics(tokens, responses)
+    work = Workload(512, 100, 200, 200)
+    step = estimate(config, PROFILES["H200"], work, weight_sync(config, PROFILES["H200"])[1])
+    assert found["perf/predicted_s/step"] == step.seconds
+    assert found["perf/predicted_s/gen"] == step.phases["gen"].seconds
+    # All that the three roles hold while the actor is updated: no engine, contexts or workspaces.
+    peak = next(iter(peaks(config, PROFILES["H200"]))).turn
+    held = sum(sum(use.values()) for who, use in peak.uses.items() if who in ("actor", "critic", "reference"))
+    assert found["perf/predicted_memory_gb/actor"] == pytest.approx(held / 2**30)
+    assert Prediction(config, "cpu").metrics(tokens, responses) == {}
+    assert Prediction(config, "NVIDIA H200").metrics(tokens[:0], responses[:0]) == {}
+    assert Prediction(config, "NVIDIA H200").metrics(tokens[:1] * 0 + 1, responses[:1] * 0)  # nothing was said
+
+
+def test_the_report_shows_both(tmp_path: Path) -> None:
+    metrics = {"timing_s/gen": 5.5, "timing_s/step": 9.0, "timing_s/reward": 0.5}
+    more = {"perf/predicted_s/gen": 5.25, "perf/predicted_s/step": 8.75}
+    for name, logged in (("plain", metrics), ("both", metrics | more)):
+        (tmp_path / name).mkdir()
+        line = {"step": 1, "time": 1.0, "metrics": logged}
+        (tmp_path / name / "log.jsonl").write_text(json.dumps(line) + "\n")
+    assert "predicted" not in render(tmp_path / "plain")
+    page = render(tmp_path / "both")
+    assert "<th>predicted</th>" in page and "<td>5.5 s</td><td>5.25 s</td>" in page
+    assert "<td>0.5 s</td><td></td>" in page and "<td>9 s</td><td>8.75 s</td>" in page
 
 
 # --- search -----------------------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def _passes(shape: Shape, layout: Layout, use: PassUse, device: DeviceProfile, s
     """Micro-batches of one data-parallel rank through the pipeline, forward or there and back."""
     rows = ceil(sequences / layout.dp)
     micro_batches = ceil(rows / max(use.micro_batch_tokens // max(ceil(use.length), 1), 1))
-    tokens = rows * use.length / micro_batches
+    tokens = max(rows * use.length / micro_batches, 1.0)
     counts = [len(layers) for layers in stage_layers(shape.num_layers, layout.pp)]
     kinds = {
         key: _stage(shape, layout, use, device, tokens, layers=key[0], last=key[1], train=train)

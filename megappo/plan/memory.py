@@ -98,14 +98,30 @@ def engine_share(config: Config, device: DeviceProfile) -> Engine:
 
 def peaks(config: Config, device: DeviceProfile) -> Iterator[Peak]:
     """The fullest moment of each pool."""
-    for name, pool in config.pools.items():
-        layouts = [role_layout(config, role) for role, its in config.roles.megatron.items() if its.pool == name]
-        kinds: dict[tuple[int, ...], int] = {}  # ranks of the same stages take the same
-        for rank in range(pool.devices):
-            kinds.setdefault(tuple(layout.coordinates(rank)["pp"] for layout in layouts), rank)
-        turns = [(rank, turn) for rank in kinds.values() for turn in pool_turns(config, name, rank, device.memory)]
-        if turns:
+    for name in config.pools:
+        if turns := list(_turns(config, device, name)):
             yield Peak(name, *max(turns, key=lambda found: found[1].need))
+
+
+def role_peaks(config: Config, device: DeviceProfile) -> dict[str, int]:
+    """Bytes of all Megatron roles together on the fullest device, while each of them is updated."""
+    out: dict[str, int] = {}
+    for name in config.pools:
+        for _, turn in _turns(config, device, name):
+            if turn.role and turn.doing.startswith("updating"):
+                need = sum(sum(use.values()) for who, use in turn.uses.items() if who in config.roles.megatron)
+                out[turn.role] = max(out.get(turn.role, 0), need)
+    return out
+
+
+def _turns(config: Config, device: DeviceProfile, name: str) -> Iterator[tuple[int, Turn]]:
+    """(rank, turn) of a pool; ranks of the same stages take the same, and the first stands for all."""
+    layouts = [role_layout(config, role) for role, its in config.roles.megatron.items() if its.pool == name]
+    kinds: dict[tuple[int, ...], int] = {}
+    for rank in range(config.pools[name].devices):
+        kinds.setdefault(tuple(layout.coordinates(rank)["pp"] for layout in layouts), rank)
+    for rank in kinds.values():
+        yield from ((rank, turn) for turn in pool_turns(config, name, rank, device.memory))
 
 
 def host_bytes(config: Config) -> dict[str, int]:

@@ -177,22 +177,34 @@ def _times(log: Log) -> str:
     total = [row["metrics"]["timing_s/step"] for row in rows]
     bars = stacked_bars([row["step"] for row in rows], parts, total, label="Seconds of each phase, by step")
     whole = sum(filter(math.isfinite, total))
-    table = ["<tr><th>phase</th><th>mean</th><th>of the step</th></tr>"]
+    predicted = any("perf/predicted_s/step" in row["metrics"] for row in rows)
+    more = "<th>predicted</th>" if predicted else ""
+    table = [f"<tr><th>phase</th><th>mean</th>{more}<th>of the step</th></tr>"]
     sums = {name: sum(filter(math.isfinite, values)) for name, values in parts.items()}
+    keys = {name: key for key, name in PHASES.items()}
     for index, (name, seconds) in enumerate(sums.items()):
         share = seconds / whole if whole else 0.0
         fill = f"width:{min(1.0, share) * 100:.1f}%;background:var(--c{index % COLORS})"
         table.append(
-            f"<tr><td>{name}</td><td>{number(seconds / len(rows))} s</td><td><div class=bar>"
+            f"<tr><td>{name}</td><td>{number(seconds / len(rows))} s</td>"
+            f"{_predicted(rows, keys[name]) if predicted else ''}<td><div class=bar>"
             f'<i style="{fill}"></i></div>{share:.0%}</td></tr>'
         )
-    table.append(f"<tr class=sum><td>whole step</td><td>{number(whole / len(rows))} s</td><td></td></tr>")
+    last = _predicted(rows, "step") if predicted else ""
+    table.append(f"<tr class=sum><td>whole step</td><td>{number(whole / len(rows))} s</td>{last}<td></td></tr>")
     note = _overlap_note(rows)
     return (
         f'<div class="grid">{_card("Phases", bars, "seconds, by step")}'
         f'<figure class="card"><figcaption>Mean of a step</figcaption><table class="phases">{"".join(table)}</table>'
         f"<p>{note}</p></figure></div>"
     )
+
+
+def _predicted(rows: Log, key: str) -> str:
+    """What a phase should have taken, where its kind of device is known."""
+    values = [row["metrics"].get(f"perf/predicted_s/{key}", math.nan) for row in rows]
+    values = [value for value in values if math.isfinite(value)]
+    return f"<td>{number(statistics.fmean(values))} s</td>" if values else "<td></td>"
 
 
 def _overlap_note(rows: Log) -> str:
