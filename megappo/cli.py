@@ -12,7 +12,9 @@ from megappo import __version__
 from megappo.check import Report, check_file
 from megappo.config import Config, describe_config
 from megappo.data.published import INSTRUCTIONS
+from megappo.launch.command import add_launch
 from megappo.stack import check_driver
+from megappo.stop_request import STOPPED
 
 BAD_INPUT = 2
 """Exit status where the user's input is at fault, as argparse has it; each error is on standard error."""
@@ -72,8 +74,7 @@ def _train(options: argparse.Namespace) -> int:
     check_driver(config.run.device, workers_here=not os.environ.get("RAY_ADDRESS"))
     from megappo.trainer import train
 
-    train(config)
-    return 0
+    return 0 if train(config) else STOPPED
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -197,6 +198,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--devices", type=int, metavar="N", help="search: devices to use (default: as many as pools)")
     command.add_argument("--write", metavar="FILE", help="search: write the best as a configuration")
     command.set_defaults(run=_plan)
+
+    add_launch(commands)
 
     text = "list every configuration key with its default and meaning"
     commands.add_parser("config", help=text, description=text).set_defaults(run=_config)

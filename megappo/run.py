@@ -32,6 +32,7 @@ from megappo.report.step_metrics import (
 from megappo.report.trackers import Trackers
 from megappo.rewards.manager import RewardManager
 from megappo.run_lock import RunLock
+from megappo.stop_request import NoProgress
 
 SAMPLES = 8
 """Generations of each step and validation that are written to ``samples.jsonl``."""
@@ -181,6 +182,18 @@ class Run:
     def finish(self) -> None:
         """Say how it went and write the report."""
         self.console.finish(f"report: {write_report(self.folder)}")
+
+    def stopped(self, step: int, *, since: int) -> None:
+        """Say that the run ends here as it was asked to, with a checkpoint of this step.
+
+        Raises:
+            NoProgress: it began at this very step, so that ending and starting over would go on forever.
+        """
+        if step == since:
+            raise NoProgress(
+                "asked to stop (SIGUSR1) before a single step was done: give it more time, or ask later before its end"
+            )
+        self.console.status(f"stopped after step {step} as SIGUSR1 asked; the same command goes on from its checkpoint")
 
     def _warn_of_failed_rewards(self, rows: pa.Table) -> None:
         failed = rows_of.column(rows, "failed").astype(bool)

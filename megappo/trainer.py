@@ -25,35 +25,45 @@ from megappo.report.predicted import Prediction
 from megappo.report.speed import speed_metrics, speed_workers
 from megappo.report.step_metrics import Metrics, time_metrics
 from megappo.run import Run
+from megappo.stop_request import StopRequest, stop_request
 from megappo.workers.objectives import ActorObjective, CriticObjective
 from megappo.workers.settings import Sampling
 
 
-def train(config: Config) -> None:
+def train(config: Config) -> bool:
     """Train as configured, from the beginning or from the run's last complete checkpoint.
 
+    Returns:
+        Whether all steps are done; if not, SIGUSR1 asked for an early end, and a checkpoint holds what is done.
+
     Raises:
-        DataError, RewardError, ModelError, PoolError, StackError, DeviceTooSmall, WorkerFailed, WeightMismatch: with
-            words for the user.
+        DataError, RewardError, ModelError, PoolError, StackError, DeviceTooSmall, WorkerFailed, WeightMismatch,
+            NoProgress: with words for the user.
     """
-    with Run(config) as run:
+    with stop_request() as stop, Run(config) as run:
         if not run.is_finished:
             run.check_rewards()
             with Cluster(config, run.data_sources, run.console.status) as cluster:
-                trainer = Trainer(config, run, cluster)
+                trainer = Trainer(config, run, cluster, stop)
                 trainer.resume()
                 if trainer.step == 0 and config.run.validate_before:
                     run.log(0, trainer.validate())
+                began_at, saved = trainer.step, True
                 while trainer.step < config.run.steps:
-                    trainer.train_step()
+                    if stop.asked and saved:
+                        run.stopped(trainer.step, since=began_at)
+                        return False
+                    saved = trainer.train_step()
         run.finish()
+    return True
 
 
 class Trainer:
     """State of the loop: the step and the KL controller. All else is in the workers or follows from the step."""
 
-    def __init__(self, config: Config, run: Run, cluster: Cluster) -> None:
+    def __init__(self, config: Config, run: Run, cluster: Cluster, stop: StopRequest | None = None) -> None:
         self.config, self.run, self.cluster = config, run, cluster
+        self.stop = stop or StopRequest()
         self.step = 0
         self.prediction = Prediction(config, cluster.device_name)
         kl = config.ppo.kl
@@ -65,8 +75,11 @@ class Trainer:
         self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, length)
         self.validation_sampling = Sampling(rollout.validation_temperature, 1.0, -1, length)
 
-    def train_step(self) -> None:
-        """One step, with validation and checkpoint where they are due; in the end it is in the log."""
+    def train_step(self) -> bool:
+        """One step, with validation and checkpoint where they are due; in the end it is in the log.
+
+        Returns whether a checkpoint holds it.
+        """
         config, began = self.config, time.time()
         self.cluster.calls.spans.clear()
 
@@ -109,10 +122,11 @@ class Trainer:
         last = self.step == config.run.steps
         if last or _due(self.step, config.run.validate_every):
             metrics |= self.validate()
-        if last or _due(self.step, config.run.save_every):
+        if due := last or self.stop.asked or _due(self.step, config.run.save_every):
             self.save(metrics)
         else:
             self.run.log(self.step, metrics)
+        return due
 
     @property
     def further_columns(self) -> tuple[str, ...]:

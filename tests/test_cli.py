@@ -89,7 +89,9 @@ def test_command_refuses(project: Project, word: str) -> None:
 
 def test_command_train_passes_the_configuration_on(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = []
-    monkeypatch.setitem(sys.modules, "megappo.trainer", SimpleNamespace(train=trained.append))
+    monkeypatch.setitem(
+        sys.modules, "megappo.trainer", SimpleNamespace(train=lambda config: not trained.append(config))
+    )
     assert main(["train", "config.yaml", "run.steps=7"]) == 0
     assert trained == [load_config("config.yaml", ["run.steps=7"])]
 

@@ -14,6 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megappo.config import Config, PoolConfig
+from megappo.launch.nodes import PIN_POOLS, pool_resource
 
 
 class PoolError(RuntimeError):
@@ -126,6 +127,8 @@ def reserve_pools(config: Config, timeout_s: float, *, fixed: bool) -> Mapping[s
     # Those that need the most of one node first, or smaller ones could leave no node whole.
     for name, pool in sorted(config.pools.items(), key=lambda item: -item[1].devices_per_node):
         bundle: dict[str, float] = {"CPU": pool.devices_per_node, **({"GPU": pool.devices_per_node} if on_cuda else {})}
+        if os.environ.get(PIN_POOLS):
+            bundle[pool_resource(name)] = 1
         pools[name] = Pool(name, pool, on_cuda, placement_group([bundle] * pool.nodes, strategy=strategy))
     _, late = ray.wait([pool.reservation.ready() for pool in pools.values()], num_returns=len(pools), timeout=timeout_s)
     if late:

@@ -1,0 +1,125 @@
+"""``megappo launch``: check, then write (and submit) a job."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from megappo.check import check_file
+from megappo.config import Config
+
+BAD_INPUT = 2
+
+
+def add_launch(commands: Any) -> None:
+    """Add the command to the parser."""
+    text = "write a cluster job from a configuration, after checking it"
+    kinds = commands.add_parser("launch", help=text, description=text).add_subparsers(metavar="KIND", required=True)
+    text = "write a Slurm batch script with a Ray cluster of its own; the job resumes and requeues itself"
+    command = kinds.add_parser("slurm", help=text, description=text)
+    _common(command, _slurm)
+    command.add_argument("--submit", action="store_true", help="submit it with sbatch")
+    command.add_argument(
+        "--devices-per-node", type=_positive, metavar="N", help="default: the partition's, or widest pool"
+    )
+    command.add_argument("--time", default="24:00:00", metavar="T", help="limit of one job (default 24:00:00)")
+    for name in ("partition", "account", "qos", "constraint"):
+        command.add_argument(f"--{name}", default="", metavar="X", help="as sbatch has it")
+    text = "checkpoint so long before the limit; must hold a step and a checkpoint (default 900)"
+    command.add_argument("--checkpoint-before", type=_positive, default=900, metavar="S", help=text)
+    text = "how long nodes may take to come (default 300)"
+    command.add_argument("--node-timeout", type=_positive, default=300, metavar="S", help=text)
+    command.add_argument("--setup", default="", metavar="FILE", help="shell file that every node sources first")
+    command.add_argument("--interface", default="", metavar="IF", help="network interface for Ray, for instance ib0")
+    text = "a further argument of sbatch, for instance --sbatch=--exclude=n7; may be repeated"
+    command.add_argument("--sbatch", action="append", default=[], metavar="ARG", help=text)
+
+    text = "write a KubeRay manifest: a RayJob with a worker group for each pool"
+    command = kinds.add_parser("kuberay", help=text, description=text)
+    _common(command, _kuberay)
+    command.add_argument("--image", required=True, help="container image with megappo installed")
+    command.add_argument("--claim", required=True, metavar="PVC", help="volume claim that all pods share")
+    command.add_argument("--mount", required=True, metavar="DIR", help="where it is mounted; the working directory")
+    command.add_argument("--cpus-per-device", type=_positive, default=8, metavar="N")
+    command.add_argument("--memory-gib-per-device", type=_positive, default=96, metavar="N")
+
+
+def _common(command: argparse.ArgumentParser, run: Any) -> None:
+    command.add_argument("config", metavar="CONFIG", help="YAML file")
+    command.add_argument("overrides", metavar="key=value", nargs="*", help="for instance roles.rollout.tp=2")
+    command.add_argument("--out", metavar="FILE", help="where to write it (default: in RUN/launch)")
+    command.set_defaults(run=run)
+
+
+def _slurm(options: argparse.Namespace) -> int:
+    from megappo.launch.partitions import read_partitions
+    from megappo.launch.slurm import SlurmOptions, batch_script, nodes_of_job, warnings
+
+    config = _checked(options)
+    if config is None:
+        return BAD_INPUT
+    partitions = read_partitions()
+    chosen = SlurmOptions(
+        **{name: getattr(options, name) for name in ("devices_per_node", "time", "partition", "account", "qos")},
+        constraint=options.constraint,
+        checkpoint_before_s=options.checkpoint_before,
+        node_timeout_s=options.node_timeout,
+        setup=options.setup,
+        interface=options.interface,
+        sbatch=tuple(options.sbatch),
+    )
+    script = batch_script(config, chosen, partitions)
+    nodes, width = nodes_of_job(config, chosen, partitions)
+    for line in warnings(config, len(nodes), width):
+        print(f"warning: {line}", file=sys.stderr)
+    if options.submit and shutil.which("sbatch") is None:
+        print("error: --submit: no sbatch here: call it on a login node, or copy the script there", file=sys.stderr)
+        return BAD_INPUT
+    if partitions is None:
+        print("warning: no sinfo here: partition, time limit and nodes were not compared with Slurm", file=sys.stderr)
+    path = _write(options.out or f"{config.run.dir}/launch/job.sh", script)
+    (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)  # Slurm does not make it
+    for index, pools in enumerate(nodes):
+        print(f"node {index}: {', '.join(pools)}")
+    if not options.submit:
+        print(f"sbatch {path}")
+        return 0
+    return subprocess.run(["sbatch", str(path)]).returncode
+
+
+def _kuberay(options: argparse.Namespace) -> int:
+    from megappo.launch.kuberay import KubeRayOptions, manifest
+
+    config = _checked(options)
+    if config is None:
+        return BAD_INPUT
+    names = ("image", "claim", "mount", "cpus_per_device", "memory_gib_per_device")
+    text = manifest(config, KubeRayOptions(**{name: getattr(options, name) for name in names}))
+    print(f"kubectl apply -f {_write(options.out or f'{config.run.dir}/launch/rayjob.yaml', text)}")
+    return 0
+
+
+def _checked(options: argparse.Namespace) -> Config | None:
+    """The configuration, if it has no errors; findings are on standard error."""
+    config, report = check_file(options.config, options.overrides)
+    for kind, lines in (("warning", report.warnings), ("error", report.errors)):
+        for line in lines:
+            print(f"{kind}: {line}", file=sys.stderr)
+    return None if report.errors else config
+
+
+def _write(path: str, text: str) -> Path:
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, encoding="utf-8")
+    return target
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)

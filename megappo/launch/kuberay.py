@@ -1,0 +1,140 @@
+"""A KubeRay manifest from a configuration: a RayJob whose cluster has a worker group for every pool."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megappo.config import Config, dump_config
+from megappo.launch.nodes import PIN_POOLS, pool_resource
+
+RAY_VERSION = "2.60.0"
+CONFIG_FOLDER = "/etc/megappo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubeRayOptions:
+    """What the configuration does not say.
+
+    Attributes:
+        image: with megappo and its stack installed.
+        claim: PersistentVolumeClaim (ReadWriteMany) that holds model, data and run.dir.
+        mount: where it is seen; the paths of the configuration are relative to the working directory or absolute.
+        cpus_per_device, memory_gib_per_device: of worker pods.
+        gpu: resource name of a GPU.
+        restarts: how often Kubernetes starts a failed run again; it resumes.
+    """
+
+    image: str
+    claim: str
+    mount: str
+    name: str = ""
+    cpus_per_device: int = 8
+    memory_gib_per_device: int = 96
+    gpu: str = "nvidia.com/gpu"
+    restarts: int = 3
+
+
+def manifest(config: Config, options: KubeRayOptions) -> str:
+    """YAML of a ConfigMap with the configuration, and of the RayJob."""
+    command = f"cd {shlex.quote(options.mount)} && exec megappo train {CONFIG_FOLDER}/config.yaml"
+    name = options.name or _label(f"megappo-{Path(os.path.abspath(config.run.dir)).name}")
+    map_name = f"{name}-config"
+    pod = _Pods(options, map_name)
+    workers = [
+        {
+            "groupName": _label(pool),
+            "replicas": size.nodes,
+            "minReplicas": size.nodes,
+            "maxReplicas": size.nodes,
+            "rayStartParams": {
+                "num-cpus": str(size.devices_per_node + 2),
+                # KubeRay puts it into a shell command as it is: hence the quotes within quotes.
+                "resources": json.dumps(json.dumps({pool_resource(pool): 1})),
+            },
+            "template": pod.template(
+                "ray-worker",
+                cpus=size.devices_per_node * options.cpus_per_device,
+                memory_gib=size.devices_per_node * options.memory_gib_per_device,
+                gpus=size.devices_per_node if config.run.device == "cuda" else 0,
+            ),
+        }
+        for pool, size in config.pools.items()
+    ]
+    head = {
+        "rayStartParams": {"num-gpus": "0", "dashboard-host": "0.0.0.0"},
+        "template": pod.template("ray-head", cpus=8, memory_gib=64, gpus=0),
+    }
+    job = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": name},
+        "spec": {
+            "entrypoint": f"bash -c {shlex.quote(command)}",
+            "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": 600,
+            "backoffLimit": options.restarts,
+            "rayClusterSpec": {
+                "rayVersion": RAY_VERSION,
+                "authOptions": {"mode": "token"},
+                "headGroupSpec": head,
+                "workerGroupSpecs": workers,
+            },
+        },
+    }
+    stored = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": map_name},
+        "data": {"config.yaml": dump_config(config)},
+    }
+    return yaml.safe_dump_all([stored, job], sort_keys=False, width=120)
+
+
+@dataclass(frozen=True)
+class _Pods:
+    options: KubeRayOptions
+    map_name: str
+
+    def template(self, container: str, *, cpus: int, memory_gib: int, gpus: int) -> Mapping[str, Any]:
+        options = self.options
+        amounts: dict[str, Any] = {"cpu": str(cpus), "memory": f"{memory_gib}Gi"}
+        if gpus:
+            amounts[options.gpu] = str(gpus)
+        return {
+            "spec": {
+                "containers": [
+                    {
+                        "name": container,
+                        "image": options.image,
+                        "workingDir": options.mount,
+                        "env": [{"name": PIN_POOLS, "value": "1"}],
+                        "resources": {"limits": amounts, "requests": amounts},
+                        "volumeMounts": [
+                            {"name": "shared", "mountPath": options.mount},
+                            {"name": "config", "mountPath": CONFIG_FOLDER},
+                            {"name": "shm", "mountPath": "/dev/shm"},
+                        ],
+                    }
+                ],
+                "volumes": [
+                    {"name": "shared", "persistentVolumeClaim": {"claimName": options.claim}},
+                    {"name": "config", "configMap": {"name": self.map_name}},
+                    # Ray's object store and NCCL: half of the pod's memory, to which it counts.
+                    {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{max(memory_gib // 2, 1)}Gi"}},
+                ],
+            }
+        }
+
+
+def _label(text: str) -> str:
+    """As Kubernetes names things: lower case, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-") or "megappo"

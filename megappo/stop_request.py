@@ -1,0 +1,40 @@
+"""A request to stop after the current step, with a checkpoint: SIGUSR1, which schedulers send before a time limit."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+STOPPED = 75
+"""Exit status of a run that stopped as asked and goes on by the same command (``EX_TEMPFAIL`` of sysexits.h)."""
+
+
+class NoProgress(RuntimeError):
+    """A run was asked to stop before it had done a single step; starting it again in the same time would not help."""
+
+
+class StopRequest:
+    """Attributes: ``asked``, whether anybody has asked."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def ask(self) -> None:
+        """Ask; asking again changes nothing."""
+        self.asked = True
+
+
+@contextmanager
+def stop_request() -> Iterator[StopRequest]:
+    """A request that SIGUSR1 makes while in here (in the main thread; elsewhere Python takes no signals)."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: request.ask())
+    try:
+        yield request
+    finally:
+        signal.signal(signal.SIGUSR1, before)
