@@ -20,7 +20,7 @@ from megappo.cli import main
 from megappo.config import load_config
 from megappo.layout.devices import NUMBERS, PROFILES
 from megappo.plan.command import Options, plan
-from megappo.plan.estimate import Workload, estimate, full_workload
+from megappo.plan.estimate import Workload, estimate, full_workload, on_nodes
 from megappo.plan.memory import fit_problems, peaks, role_stages
 from megappo.plan.profile import ProfileError, load_profile
 from megappo.plan.search import SearchError, partitions, search, splits
@@ -245,6 +245,15 @@ def test_the_report_shows_both(tmp_path: Path) -> None:
     page = render(tmp_path / "both")
     assert "<th>predicted</th>" in page and "<td>5.5 s</td><td>5.25 s</td>" in page
     assert "<td>0.5 s</td><td></td>" in page and "<td>9 s</td><td>8.75 s</td>" in page
+
+
+def test_nodes_are_as_wide_as_the_pools_say(one: Path) -> None:
+    def width(pools: str) -> int:
+        return on_nodes(load_config("config.yaml", [f"pools={pools}"]), PROFILES["H200"]).devices_per_node
+
+    assert width("{all: {devices_per_node: 2}}") == 8
+    assert width("{all: {nodes: 2, devices_per_node: 4}, b: {devices_per_node: 2}}") == 4
+    assert width("{all: {devices_per_node: 16}}") == 16
 
 
 # --- search -----------------------------------------------------------------------------------------------------------

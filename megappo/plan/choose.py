@@ -37,9 +37,7 @@ def search_command(
     total = sum(pool.devices for pool in config.pools.values()) if devices is None else devices
     if total < 1:
         raise SearchError(f"--devices {total}: give a number of at least 1")
-    widest = max(pool.devices_per_node for pool in config.pools.values())
-    per_node = max(widest, device.devices_per_node) if total > widest else widest
-    ranking = search(config, device, work, total, per_node)
+    ranking = search(config, device, work, total, device.devices_per_node)
     show(
         f"{text.count(ranking.placements, 'placement')} on {total} x {device.name}, "
         f"{ranking.layouts:,} layouts of roles looked at; {text.count(len(ranking.best), 'way')} to share pools "

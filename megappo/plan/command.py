@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.config import Config
 from megappo.layout.devices import DeviceProfile
 from megappo.plan import text
-from megappo.plan.estimate import Workload, estimate, full_workload
+from megappo.plan.estimate import Workload, estimate, full_workload, on_nodes
 from megappo.plan.memory import fit_problems
 from megappo.plan.picture import write_picture
 from megappo.plan.profile import load_profile
@@ -59,7 +59,7 @@ def plan(config: Config, options: Options, show: Callable[[str], None]) -> None:
         DoesNotFit: naming who needs how much.
         SearchError: no layout fits.
     """
-    device = load_profile(options.device)
+    device = on_nodes(config, load_profile(options.device))
     work = workload(config, options)
     if options.search:
         from megappo.plan.choose import search_command
@@ -76,9 +76,19 @@ def plan(config: Config, options: Options, show: Callable[[str], None]) -> None:
     found = estimate(config, device, work, sync)
     show("\n".join(text.phase_lines(found, work, devices)) + "\n")
     show("\n".join(text.timeline_lines(found.busy, list(config.pools))) + "\n")
-    show(ACCURACY)
+    show("\n".join([ACCURACY, *notes(config)]))
     if options.out:
         show(str(write_picture(Path(options.out), found, list(config.pools))))
+
+
+def notes(config: Config) -> Iterator[str]:
+    """What of the configuration was not reckoned with."""
+    if config.run.device == "cpu":
+        yield "run.device cpu: planned as if it were cuda"
+    if config.run.dtype == "float32":
+        yield "run.dtype float32: its products take longer than the bfloat16 ones that are reckoned with"
+    if eight := [name for name, role in config.roles.megatron.items() if role.fp8 != "none"]:
+        yield f"fp8 of {' and '.join(eight)}: products in 8 bits count as if they were bfloat16"
 
 
 def workload(config: Config, options: Options) -> Workload:

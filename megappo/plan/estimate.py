@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megappo.config import Config, MegatronRoleConfig
 from megappo.fit import item_bytes, role_layout, rollout_memory, stage_memory
@@ -70,6 +70,13 @@ def full_workload(config: Config) -> Workload:
     data = config.data
     sequences = data.prompts_per_step * config.roles.rollout.samples_per_prompt
     return Workload(sequences, data.max_prompt, data.max_response, data.max_response)
+
+
+def on_nodes(config: Config, device: DeviceProfile) -> DeviceProfile:
+    """The device in nodes as wide as the configuration's: those of its pools on several nodes, or that have more."""
+    spread = [pool.devices_per_node for pool in config.pools.values() if pool.nodes > 1]
+    widest = max(pool.devices_per_node for pool in config.pools.values())
+    return replace(device, devices_per_node=max(spread) if spread else max(device.devices_per_node, widest))
 
 
 def estimate(config: Config, device: DeviceProfile, work: Workload, sync: Phase) -> Estimate:

@@ -10,7 +10,7 @@ from megappo.config import Config
 from megappo.layout.devices import known_profile
 from megappo.layout.memory import GIB
 from megappo.layout.timeline import Phase
-from megappo.plan.estimate import Workload, estimate
+from megappo.plan.estimate import Workload, estimate, on_nodes
 from megappo.plan.memory import role_peaks
 from megappo.plan.sync import weight_sync
 
@@ -19,7 +19,8 @@ class Prediction:
     """Predictions for one run, from its configuration and the kind of its devices; none where that is not known."""
 
     def __init__(self, config: Config, device_name: str) -> None:
-        self._config, self._device = config, known_profile(device_name)
+        device = known_profile(device_name)
+        self._config, self._device = config, device and on_nodes(config, device)
 
     def metrics(self, tokens: np.ndarray, response_tokens: np.ndarray) -> dict[str, float]:
         """``perf/predicted_s/<phase>`` and ``perf/predicted_s/step``, and ``perf/predicted_memory_gb/<role>``.
