@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from megappo import check_files
 from megappo.config import Config, ConfigError, load_config
@@ -89,6 +91,7 @@ def _findings(config: Config) -> Iterator[str]:
     yield from _layouts(config, specs)
     yield from _lengths(config, specs)
     yield from _on_files(_reward(config))
+    yield from _sandbox(config)
     yield from _reward_time(config)
     yield from _memory_saving(config, specs)
     yield from _sampling(config)
@@ -335,6 +338,34 @@ def _reward(config: Config) -> Iterator[str]:
                 )
     for source, function in reward.by_source.items():
         yield from _under(f"roles.reward.by_source.{source}", check_files.reward_problems(function))
+
+
+def _sandbox(config: Config) -> Iterator[str]:
+    reward, sandbox = config.roles.reward, config.roles.reward.sandbox
+    if sandbox.kind == "local" and sandbox.url is not None:
+        yield (
+            f"roles.reward.sandbox.url: {sandbox.url} is not used by kind local: set kind to http, or leave the url out"
+        )
+    if sandbox.kind == "http":
+        address = urlsplit(sandbox.url or "")
+        if address.scheme not in ("http", "https") or not address.hostname:
+            yield (
+                f"roles.reward.sandbox.url: {sandbox.url or 'missing'}: kind http needs the address of a SandboxFusion "
+                "server's run_code, as http://host:8080/run_code"
+            )
+    functions = [*([reward.function] if reward.function else []), *reward.by_source.values()]
+    if not any(check_files.reward_takes(function, "sandbox") for function in functions):
+        return
+    if sandbox.timeout_s >= reward.timeout_s:
+        yield (
+            f"roles.reward.sandbox.timeout_s: {sandbox.timeout_s:g} s for one program is not less than the "
+            f"{reward.timeout_s:g} s of roles.reward.timeout_s for all programs of a response: lower it, or raise that"
+        )
+    if sandbox.kind == "local" and shutil.which("bwrap") is None:
+        yield _Warning(
+            "roles.reward.sandbox.kind: local needs bubblewrap, and this machine has no bwrap: install it where the "
+            "run starts and scores, or set kind to http and url to a SandboxFusion server"
+        )
 
 
 def _reward_time(config: Config) -> Iterator[str]:

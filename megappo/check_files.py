@@ -197,6 +197,18 @@ def reward_problems(function: str) -> Iterator[str]:
         yield f"{function}: {path} does not define {name}: it defines {', '.join(public) or 'nothing'}"
 
 
+def reward_takes(function: str, argument: str) -> bool:
+    """Whether the definition of a reward function has such an argument; false where it cannot be read."""
+    target, name, is_file = parse_reference(function)
+    try:
+        path = Path(target) if is_file else _module_file(target)
+        body = ast.parse(path.read_bytes()).body if path is not None else []
+    except (LookupError, SyntaxError, ValueError, OSError):
+        return False
+    found = [node.args for node in body if isinstance(node, ast.FunctionDef) and node.name == name]
+    return any(argument == each.arg for arguments in found for each in (*arguments.args, *arguments.kwonlyargs))
+
+
 def _module_file(dotted: str) -> Path | None:
     """The file of a module, found without importing its packages (as ``importlib.util.find_spec`` would)."""
     top, *rest = dotted.split(".")

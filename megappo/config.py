@@ -129,6 +129,18 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SandboxConfig:
+    """Where reward functions that take ``sandbox`` run the code that a model wrote."""
+
+    kind: Literal["local", "http"] = key("bubblewrap on the machine that scores, or a SandboxFusion server", "local")
+    url: str | None = key("the server's run_code, as http://host:8080/run_code", None)
+    timeout_s: float = key("seconds one program may take", 5.0, above=0)
+    memory_mb: int = key("MiB of each process, and of the scratch folder", 512, at_least=64)
+    processes: int = key("processes and threads of one program", 16, at_least=1)
+    output_kb: int = key("KiB one program may print", 64, at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """Functions are ``package.module`` (holding ``compute_score``), ``package.module:name`` or ``file.py:name``."""
 
@@ -136,6 +148,7 @@ class RewardConfig:
     by_source: Mapping[str, str] = key("reward function of each data_source", {})
     timeout_s: float = key("seconds one response may take to score", 10.0, above=0)
     processes: int = key("processes that score", 2, at_least=1)
+    sandbox: SandboxConfig = key("where code that the model wrote runs", SandboxConfig())
 
     def absolute(self) -> RewardConfig:
         """The same with absolute paths of files, for a process that runs in another directory."""

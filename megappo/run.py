@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -127,7 +128,10 @@ class Run:
             RewardError: one does not load, is no function of four arguments, or a data source has none.
         """
         reward = self.config.roles.reward.absolute()
-        with RewardManager(reward.function, reward.by_source, reward.timeout_s, processes=1) as manager:
+        sandbox = dataclasses.asdict(reward.sandbox)
+        with RewardManager(
+            reward.function, reward.by_source, reward.timeout_s, processes=1, sandbox=sandbox
+        ) as manager:
             manager.check_sources(self.data_sources)
 
     # --- logs ----------------------------------------------------------------------------------------------------

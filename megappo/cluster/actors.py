@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -248,7 +249,12 @@ class RewardProcess(LoggedProcess):
 
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
         self.manager = RewardManager(
-            settings.function, settings.by_source, settings.timeout_s, settings.processes, self.log_file
+            settings.function,
+            settings.by_source,
+            settings.timeout_s,
+            settings.processes,
+            self.log_file,
+            dataclasses.asdict(settings.sandbox),
         )
         self.manager.check_sources(sources)
 

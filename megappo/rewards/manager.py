@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import pyarrow as pa
 
@@ -30,9 +31,10 @@ class RewardManager:
         timeout_s: seconds one call may take; its process is killed then.
         processes: how many calls run at the same time.
         log_file: what the functions print, and the errors of their processes, are appended here; None: thrown away.
+        sandbox: the fields of `roles.reward.sandbox`, for functions that run code; None: its defaults.
 
     Raises:
-        RewardError: a reward that does not resolve, or none named.
+        RewardError: a reward that does not resolve, or none named; one that needs a sandbox, and there is none.
         ValueError: a time limit or a number of processes that is not positive.
     """
 
@@ -43,13 +45,14 @@ class RewardManager:
         timeout_s: float,
         processes: int,
         log_file: str | None = None,
+        sandbox: Mapping[str, Any] | None = None,
     ):
         if timeout_s <= 0 or processes < 1:
             raise ValueError(f"timeout_s={timeout_s}, processes={processes}: both must be positive")
         check_named(function, by_source)
         self._has_default = function is not None
         self._by_source = dict(by_source)
-        self._pool = WorkerPool(function, by_source, timeout_s, processes, log_file)
+        self._pool = WorkerPool(function, by_source, timeout_s, processes, log_file, sandbox)
 
     def check_sources(self, sources: Iterable[str]) -> None:
         """Raise RewardError, naming the sources known, where one of `sources` has no function."""

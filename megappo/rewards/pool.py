@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
 from megappo.rewards.resolve import RewardError
 from megappo.rewards.worker import Outcome, Sample
@@ -29,7 +30,7 @@ class WorkerPool:
     """`processes` workers, started at once and replaced as they die.
 
     Args:
-        function, by_source: as in RewardTable.
+        function, by_source, sandbox: as in RewardTable.
         timeout_s: seconds one sample may take; then its process is killed.
         log_file: what the functions print is appended here; None throws it away.
 
@@ -44,8 +45,9 @@ class WorkerPool:
         timeout_s: float,
         processes: int,
         log_file: str | None = None,
+        sandbox: Mapping[str, Any] | None = None,
     ):
-        self._arguments = (function, dict(by_source), timeout_s, log_file)
+        self._arguments = (function, dict(by_source), timeout_s, log_file, dict(sandbox or {}))
         self._workers: list[_Worker] = []
         self._closed = False
         try:
@@ -110,7 +112,14 @@ class WorkerPool:
 class _Worker:
     """One process. `taken`: the samples it has and has not answered yet, the one it is at first."""
 
-    def __init__(self, function: str | None, by_source: Mapping[str, str], timeout_s: float, log_file: str | None):
+    def __init__(
+        self,
+        function: str | None,
+        by_source: Mapping[str, str],
+        timeout_s: float,
+        log_file: str | None,
+        sandbox: Mapping[str, Any],
+    ):
         self._timeout_s = timeout_s
         self.ready = False
         self.taken: deque[int] = deque()
@@ -122,7 +131,7 @@ class _Worker:
         code = (
             f"import sys; sys.path[:] = {sys.path!r}\n"
             "from megappo.rewards.worker import serve\n"
-            f"serve({theirs.fileno()}, {life}, {function!r}, {dict(by_source)!r})"
+            f"serve({theirs.fileno()}, {life}, {function!r}, {dict(by_source)!r}, {dict(sandbox)!r})"
         )
         with theirs, open(log_file or os.devnull, "ab") as log:
             self._process = subprocess.Popen(

@@ -4,10 +4,13 @@ A reward function has verl's signature, and is called by keyword:
 
     compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None)
         -> float | {"score": float, ...more numbers, which are logged}
+
+One that takes `sandbox` as well is given a `megappo.rewards.sandbox.Sandbox`, to run code that the model wrote.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -19,9 +22,11 @@ from types import ModuleType
 from typing import Any
 
 from megappo.reward_reference import DEFAULT_NAME, parse_reference
+from megappo.rewards.sandbox import open_sandbox
 
 RewardFunction = Callable[..., Any]
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+SANDBOX = "sandbox"  # the argument of functions that run code
 
 
 class RewardError(ValueError):
@@ -34,20 +39,29 @@ class RewardTable:
     Args:
         function: reference of the function for every source that `by_source` does not name, or None.
         by_source: data_source -> reference.
+        sandbox: arguments of `open_sandbox`, which is called once if a function takes a sandbox.
 
     Raises:
         RewardError: nothing is named, or a reference does not resolve.
+        SandboxError: a function takes a sandbox, and there is none here.
     """
 
-    def __init__(self, function: str | None, by_source: Mapping[str, str]):
+    def __init__(self, function: str | None, by_source: Mapping[str, str], sandbox: Mapping[str, Any] | None = None):
         check_named(function, by_source)
-        self._default = None if function is None else resolve_reward(function)
-        self._by_source = {source: resolve_reward(reference) for source, reference in by_source.items()}
+        self._sandbox = functools.cache(lambda: open_sandbox(**(sandbox or {})))
+        self._default = None if function is None else self._resolve(function)
+        self._by_source = {source: self._resolve(reference) for source, reference in by_source.items()}
 
     def choose(self, data_source: str) -> RewardFunction:
         """The function for `data_source`; RewardError, naming the sources known, where there is none."""
         check_sources([data_source], self._default is not None, self._by_source)
         return self._by_source.get(data_source, self._default)  # type: ignore[return-value]
+
+    def _resolve(self, reference: str) -> RewardFunction:
+        reward = resolve_reward(reference)
+        if SANDBOX not in _signature(reward).parameters:
+            return reward
+        return functools.partial(reward, **{SANDBOX: self._sandbox()})
 
 
 def check_named(function: str | None, by_source: Mapping[str, str]) -> None:
@@ -141,11 +155,16 @@ def _check_signature(reference: str, function: Any) -> None:
         raise RewardError(f"reward {reference!r}: is {type(function).__name__}, not a function; {wanted}")
     if inspect.iscoroutinefunction(function):
         raise RewardError(f"reward {reference!r}: is async; {wanted} and return the score (use asyncio.run within)")
+    signature = _signature(function)
+    names = (*ARGUMENTS, SANDBOX) if SANDBOX in signature.parameters else ARGUMENTS
     try:
-        signature = inspect.signature(function)
-    except ValueError:  # some built-in functions tell nothing about themselves
-        return
-    try:
-        signature.bind(**dict.fromkeys(ARGUMENTS))
+        signature.bind(**dict.fromkeys(names))
     except TypeError as error:
         raise RewardError(f"reward {reference!r}: takes {signature} ({error}); {wanted}") from None
+
+
+def _signature(function: RewardFunction) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except ValueError:  # some built-in functions tell nothing about themselves
+        return inspect.signature(lambda **anything: None)

@@ -38,19 +38,25 @@ class Outcome(NamedTuple):
     extras: str = "{}"
 
 
-def serve(channel_fd: int, life_fd: int, function: str | None, by_source: Mapping[str, str]) -> None:
+def serve(
+    channel_fd: int,
+    life_fd: int,
+    function: str | None,
+    by_source: Mapping[str, str],
+    sandbox: Mapping[str, Any] | None = None,
+) -> None:
     """Score chunks until the channel closes.
 
     Args:
         channel_fd: a duplex `Connection`. Received: list[Sample]. Sent: "" once ready, or a message and the end; then
             an Outcome for each sample, in order.
         life_fd: read end of a pipe whose write end only the parent holds.
-        function, by_source: as in RewardTable.
+        function, by_source, sandbox: as in RewardTable.
     """
     _die_with_parent(life_fd)
     channel = Connection(channel_fd)
     try:
-        rewards = RewardTable(function, by_source)
+        rewards = RewardTable(function, by_source, sandbox)
     except ValueError as error:
         channel.send(str(error))
         return
