@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from megappo.rewards.sandbox import Limits, Run, SandboxError, too_late, too_much_output
@@ -42,6 +43,7 @@ FREE_UIDS = 0x70000000  # from here on nobody hands out user ids (systemd's UIDS
 ALL_UIDS = ["0", "0", "4294967295"]
 OPEN_FILES = 256
 
+PROBE_S = 30.0  # the machine may be busy with what else starts
 PROBE = """
 import os
 interfaces = [line.split(":")[0].strip() for line in open("/proc/net/dev") if ":" in line]
@@ -72,18 +74,21 @@ class LocalSandbox:
             raise _cannot_isolate(f"its processor {error} has no system call filter") from None
         self._bubblewrap = [program, *_isolation(limits)]
         self._program = [*_restraint(limits), sys.executable, "-s", PROGRAM]
-        probe = self.run(PROBE)
+        probe = self._run(PROBE, "", replace(limits, timeout_s=PROBE_S))
         if probe.stdout != "isolated\n":
             raise _cannot_isolate(f"a trial {probe.failure or 'went wrong'}: {probe.stderr.strip()[-300:]}")
 
     def run(self, code: str, stdin: str = "") -> Run:
+        return self._run(code, stdin, self.limits)
+
+    def _run(self, code: str, stdin: str, limits: Limits) -> Run:
         with (
             _file(code.encode(errors="replace")) as program,
             _file(stdin.encode(errors="replace")) as inputs,
             _file(self._filter) as rules,
             _Bubblewrap([*self._bubblewrap, *_given(program, rules)], self._program, inputs, (program, rules)) as box,
         ):
-            output, failure = box.read(self.limits)
+            output, failure = box.read(limits)
         stdout, stderr = (text.decode(errors="replace") for text in output)
         failure = failure or box.how_it_ended(stderr)
         return Run(stdout, stderr, failure)
