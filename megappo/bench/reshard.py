@@ -113,10 +113,13 @@ def _rank(rank: int, transfer: TransferSpec, rounds: int, ports: tuple[int, ...]
     answer: dict[str, Any] = {"seconds": {way: [] for way in WAYS}, "received": {}, "extra": {}}
 
     answer["differs"] = sends or any(not param.any() for param in params.values())
-    for way, endpoint in (("ours", ours), ("ours, gloo", slower)):  # the first sync of each: memory and proof
+    for way, endpoint in (("ours", ours), ("ours, gloo", slower)):  # the first syncs of each: memory, then proof
         dist.barrier()
+        proof, endpoint.verifier = endpoint.verifier, Verifier(rank, endpoint.part, "sample")
         answer["extra"][way] = _extra_memory(partial(_checked, endpoint, params), sends)
-        endpoint.verifier = Verifier(rank, endpoint.part, "sample")
+        sample, endpoint.verifier = endpoint.verifier, proof
+        _checked(endpoint, params)
+        endpoint.verifier = sample
         answer["held"] = _digests(params)
         for param in params.values() if not sends else ():
             param.zero_()

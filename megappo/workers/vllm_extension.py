@@ -22,6 +22,7 @@ from megappo.reshard.boxes import vllm_boxes
 from megappo.reshard.cuda_ipc import SharedParams, SharedReceiver, open_params
 from megappo.reshard.endpoint import Endpoint
 from megappo.reshard.probe import loaded_elements, misfits, rule_elements
+from megappo.workers.direct_writes import refusals
 
 
 def _compute_from_the_parameter(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -115,8 +116,13 @@ class WeightReceiver:
 
     @answered
     def megappo_probe(self, transfer: TransferSpec) -> list[str]:
-        """Compare our table with where vLLM's loader really puts each element; returns the differences."""
+        """Compare our table with where vLLM's loader really puts each element, and look for layers that it repacks.
+
+        Returns the differences and the refused layers.
+        """
         model = self.get_model()
+        if refused := refusals(model):
+            return refused
         boxes, shapes = vllm_boxes(transfer.model, transfer.engine_tp, self.rank, 0), _shapes(model)
         if outside := misfits(boxes, shapes):
             return [f"{name}: our table does not fit vLLM's parameter (worker {self.rank})" for name in outside]

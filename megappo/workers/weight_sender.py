@@ -26,7 +26,11 @@ class WeightSender:
     def send(self, version: int) -> int:
         """Send; returns this rank's bytes."""
         self.role.residence.work(training=False)
-        return self.endpoint.sync(version, self.role.params).sent
+        try:
+            return self.endpoint.sync(version, self.role.params).sent
+        except Exception:
+            del self.endpoint  # peers notice at once; a new group has to be formed in any case
+            raise
 
     def share(self) -> SharedParams | None:
         """The weights for receivers on this rank's device to map, until they leave it; None if nobody needs them."""
