@@ -40,7 +40,7 @@ WAYS = ("ours, unverified", "ours", "ours, gloo", "gather, broadcast", "bare mes
 
 
 def run(size: str, folder: str, out: str | None) -> None:
-    """Measure all ways in turn, in the same processes; the median of five rounds counts.
+    """Measure all ways in turn, in the same processes; the best of five rounds counts.
 
     The memory that a sync takes beyond the parameters is read from the kernel's peak of each process's resident set
     over its first sync (pages of a sender's ring count for the sender only).
@@ -82,7 +82,7 @@ def measure(transfer: TransferSpec, rounds: int = ROUNDS) -> list[Row]:
     answers = _on_all_ranks(transfer, rounds)
     workers = answers[transfer.actor.world :]
     least = transfer.elements() * torch.bfloat16.itemsize
-    seconds = {way: sorted(answers[0]["seconds"][way])[rounds // 2] for way in WAYS}
+    seconds = {way: min(answers[0]["seconds"][way]) for way in WAYS}
     if any(worker["held"] != worker["held then"] or not worker["differs"] for worker in workers):
         raise BenchError("weights did not arrive as when gathered and broadcast")
     rows: list[Row] = []
