@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -20,11 +21,12 @@ import psutil
 import pytest
 import torch
 from installed import GPU, install
-from small_run import MARK, Command, kill, make_run_folder, marked, worker_pid
+from small_run import MARK, Command, kill, log_steps, make_run_folder, marked, worker_pid
 
 from megappo.cluster.calls import Calls, Span, WorkerFailed
 from megappo.config import load_config
 from megappo.report.run_log import read_log
+from megappo.stop_request import STOPPED
 
 SMALLER = [
     *("run.steps=2", "run.save_every=0", "run.validate_before=false", "data.validation=[]", "run.validate_every=0"),
@@ -235,3 +237,17 @@ def test_gpus_that_are_not_there_are_missed_at_once(folder: Path, tmp_path: Path
     assert "this machine has 0 GPUs" in command.text and "run.device=cpu" in command.text
     assert "Traceback" not in command.text
     command.assert_nothing_left()
+
+
+def test_a_signal_before_a_time_limit_makes_a_checkpoint(folder: Path) -> None:
+    command = Command(folder, *SMALLER, "run.dir=limited", "run.steps=200")
+    command.until(lambda: log_steps(folder / "limited"))
+    os.kill(command.process.pid, signal.SIGUSR1)
+    assert command.wait(60) == STOPPED
+    command.assert_nothing_left(30)
+    last = log_steps(folder / "limited")[-1]
+    assert last < 200
+    assert f"stopped after step {last} as SIGUSR1 asked" in command.text
+    assert (
+        json.loads((folder / "limited" / "checkpoints" / f"step_{last}" / "trainer.json").read_text())["step"] == last
+    )

@@ -89,14 +89,16 @@ until RAY_ADDRESS=$(cat "$MEGAPPO_HEAD_FILE" 2>/dev/null); do
 done
 export RAY_ADDRESS
 
-left=$((MEGAPPO_NODE_TIMEOUT > SECONDS ? MEGAPPO_NODE_TIMEOUT - SECONDS : 1))
+# The others had to wait for a slow head: at least half of the time is theirs.
+left=$((MEGAPPO_NODE_TIMEOUT - SECONDS))
+[ "$left" -ge $((MEGAPPO_NODE_TIMEOUT / 2)) ] || left=$((MEGAPPO_NODE_TIMEOUT / 2))
 "$MEGAPPO_PYTHON" -m megappo.cluster.readiness "$left" "${nodes[@]}" &
 readiness=$!
 while kill -0 "$readiness" 2>/dev/null; do
     kill -0 "$cluster" 2>/dev/null || { kill "$readiness" && fail "$ended"; }
     sleep 0.2
 done
-wait_for "$readiness" || fail "not all nodes were there within $MEGAPPO_NODE_TIMEOUT s (--node-timeout); each has its" \
+wait_for "$readiness" || fail "not all nodes were there after $SECONDS s (--node-timeout); each has its" \
     "log in $logs/node-NAME.log, and --sbatch=--exclude=NAME leaves one out"
 say "all ${#nodes[@]} nodes are there after $SECONDS s"
 [ -z "$stop" ] || fail "the time limit came before training began: raise --time"
