@@ -89,7 +89,7 @@ class Case:
     ) -> tuple[int, list[Any]]:
         """Bytes received, and what each rank returned. Everything is verified."""
         transfer, store = self.transfer(layout), host_store("127.0.0.1", 60)
-        meeting = Meeting("127.0.0.1", store.port, 20.0, verify="full")
+        meeting = Meeting("127.0.0.1", store.port, 60.0, verify="full")
         self.engine.start("join_transfer", transfer, 0, meeting)
         self.engine.start("receive_weights", version)
         try:
