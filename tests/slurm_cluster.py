@@ -49,9 +49,16 @@ PartitionName=short Nodes=n1,n2 Default=YES MaxTime=60 State=UP
 
 
 def why_not() -> str:
-    """Why there cannot be a Slurm here; empty if there can. ``MEGAPPO_TEST_SLURM=install`` has Debian's installed."""
+    """Why no Slurm is started here; empty if one is.
+
+    ``MEGAPPO_TEST_SLURM=1`` starts the one that is installed, ``=install`` has Debian's installed first. Not by
+    default: it takes minutes, and daemons have no business on a machine that belongs to a cluster.
+    """
+    wish = os.environ.get("MEGAPPO_TEST_SLURM", "")
+    if not wish:
+        return "starts Slurm's daemons and takes minutes: set MEGAPPO_TEST_SLURM=1, or =install to have it installed"
     missing = [name for name in DAEMONS if shutil.which(name) is None]
-    if missing and os.environ.get("MEGAPPO_TEST_SLURM") == "install" and os.geteuid() == 0:
+    if missing and wish == "install" and os.geteuid() == 0:
         done = subprocess.run(INSTALL.split(), capture_output=True, text=True, env={**os.environ, **_QUIET})
         missing = [name for name in DAEMONS if shutil.which(name) is None]
         if missing:
