@@ -74,7 +74,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
             trainer = Trainer(config, run, cluster)
             trainer.resume()
             yield Session(folder, trainer, mark)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while left := marked(mark):
             assert time.monotonic() < deadline, f"still alive: {[process.cmdline() for process in left]}"
             time.sleep(0.1)
