@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -23,6 +25,15 @@ os.environ.pop("RAY_ADDRESS", None)
 # HYPOTHESIS_PROFILE=default.
 hypothesis.settings.register_profile("fixed", derandomize=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+@pytest.fixture
+def own_heap() -> Iterator[None]:
+    """Time as in a process of one's own: the garbage collector passes over what other tests have left behind."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
