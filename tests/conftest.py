@@ -6,7 +6,6 @@ import gc
 import os
 from collections.abc import Iterator
 
-import hypothesis
 import pytest
 
 # Before torch, Ray or vLLM is imported; the processes that tests start inherit it.
@@ -20,11 +19,6 @@ os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
 )
 os.environ.pop("RAY_ADDRESS", None)
-
-# The same examples at every run, so that a result depends on the code alone; explore others with
-# HYPOTHESIS_PROFILE=default.
-hypothesis.settings.register_profile("fixed", derandomize=True)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 @pytest.fixture

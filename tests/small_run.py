@@ -141,7 +141,7 @@ class Command:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.1)
 
-    def assert_nothing_left(self, limit_s: float = 60) -> None:
+    def assert_nothing_left(self, limit_s: float = 10) -> None:
         """Every process of the command is gone, soon after it ended."""
         deadline = time.monotonic() + limit_s
         while alive := self.processes():

@@ -56,7 +56,7 @@ def bare(boxes: Iterable[Box]) -> list[tuple[Any, ...]]:
 
 
 @given(trained())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=80)
 def test_megatron_ranks_hold_everything_and_each_replica_once(model: tuple[ModelSpec, Layout]) -> None:
     spec, layout = model
     stage = layout.tp * layout.cp * layout.dp
@@ -86,7 +86,7 @@ def test_shards_are_what_their_ranks_hold(model: tuple[ModelSpec, Layout]) -> No
 
 
 @given(served())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=80)
 def test_an_engine_holds_everything_with_its_replicas(model: tuple[ModelSpec, int, bool]) -> None:
     spec, tp, expert_parallel = model
     boxes = {rank: vllm_boxes(spec, tp, rank, 10 + rank, expert_parallel=expert_parallel) for rank in range(tp)}

@@ -101,7 +101,7 @@ def numbers(spec: ModelSpec, boxes: list[Box]) -> dict[int, set[int]]:
 
 
 @given(synced())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=80)
 def test_every_destination_element_is_written_once_and_right(sync: TransferSpec) -> None:
     assert_moves_everything_once(sync.plan(), sync.model, *sides(sync))
 
