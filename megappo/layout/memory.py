@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Protocol
 
+from megappo.layout import flops
 from megappo.layout.mesh import Layout, stage_layers
 
 GIB = 1 << 30
@@ -28,21 +29,9 @@ KV_BLOCK = 16
 """Tokens in a block of vLLM's key/value cache."""
 
 
-class Shape(Protocol):
+class Shape(flops.Shape, Protocol):
     """The sizes of a model that count; :class:`megappo.models.spec.ModelSpec` has them."""
 
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def ffn_hidden_size(self) -> int: ...
     @property
     def tied_embeddings(self) -> bool: ...
     @property
