@@ -1,0 +1,71 @@
+"""Everything about a run that can be known before it starts. No torch, Ray, vLLM or transformers is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megappo.check.algorithm import ppo_findings, sampling_findings
+from megappo.check.data import data_findings, length_findings
+from megappo.check.findings import Advice, Lacking, on_files
+from megappo.check.layouts import layout_findings, memory_findings, pool_findings
+from megappo.check.models import end_of_text_findings, model_findings
+from megappo.check.rewards import reward_findings, reward_time_findings, sandbox_findings
+from megappo.check.run_folder import run_findings
+from megappo.config import Config, ConfigError, load_config
+from megappo.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check found: lines of the form ``key: value, why: fix``. Errors stop a run; warnings do not."""
+
+    errors: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def check_file(
+    path: str | Path, overrides: Sequence[str] = (), *, planning: bool = False
+) -> tuple[Config | None, Report]:
+    """Load and check a configuration file, so that mistakes in the file and in what it names come out together.
+
+    Returns the configuration (None if it has errors that keep it from being read) and the findings.
+
+    Args:
+        planning: files that a run needs may be missing (weights, tokenizer, data, rewards), which is a warning then.
+    """
+    try:
+        config = load_config(path, overrides)
+    except ConfigError as error:
+        rest = check(error.partial, planning=planning) if error.partial else Report()
+        # What a refused value made look wrong is not reported a second time.
+        errors = tuple(line for line in rest.errors if line.split(":")[0] not in error.doubtful)
+        warnings = tuple(line for line in rest.warnings if line.split(":")[0] not in error.doubtful)
+        return None, Report((*error.problems, *errors), warnings)
+    return config, check(config, planning=planning)
+
+
+def check(config: Config, *, planning: bool = False) -> Report:
+    """Check a configuration against itself, its model folders, its files and its run folder."""
+    findings = list(_findings(config))
+    mild = (Advice, Lacking) if planning else Advice
+    errors = tuple(str(line) for line in findings if not isinstance(line, mild))
+    return Report(errors, tuple(str(line) for line in findings if isinstance(line, mild)))
+
+
+def _findings(config: Config) -> Iterator[str]:
+    specs: dict[str, ModelSpec] = {}
+    yield from on_files(run_findings(config))
+    yield from model_findings(config, specs)
+    yield from on_files(end_of_text_findings(config, specs))
+    yield from on_files(data_findings(config))
+    yield from pool_findings(config)
+    yield from layout_findings(config, specs)
+    yield from length_findings(config, specs)
+    yield from on_files(reward_findings(config))
+    yield from sandbox_findings(config)
+    yield from reward_time_findings(config)
+    yield from memory_findings(config, specs)
+    yield from sampling_findings(config)
+    yield from ppo_findings(config)

@@ -1,0 +1,68 @@
+"""Sampling and the algorithm: what does not go together, and what has no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megappo.check.findings import Advice
+from megappo.config import Config
+
+
+def sampling_findings(config: Config) -> Iterator[str]:
+    """Sampling that the algorithm cannot account for."""
+    rollout = config.roles.rollout
+    for key, value, cuts, off in (
+        ("top_p", rollout.top_p, rollout.top_p < 1, 1),
+        ("top_k", rollout.top_k, rollout.top_k > 0, -1),
+    ):
+        if cuts:
+            yield Advice(
+                f"roles.rollout.{key}: {value} samples from a truncated distribution, while log-probabilities, ratios "
+                f"and KL are of the full one, so that training is biased: set {off}"
+            )
+
+
+def ppo_findings(config: Config) -> Iterator[str]:
+    """What the algorithm needs, and what it would ignore."""
+    ppo, rollout = config.ppo, config.roles.rollout
+    responses = config.data.prompts_per_step * rollout.samples_per_prompt
+    if ppo.mini_batch > responses:
+        yield (
+            f"ppo.mini_batch: {ppo.mini_batch} is more than the {responses} responses of a step "
+            f"(data.prompts_per_step * roles.rollout.samples_per_prompt): give at most {responses}"
+        )
+    if rollout.temperature == 0:
+        yield (
+            "roles.rollout.temperature: 0 is greedy, so that there is nothing to learn from: give a number > 0 "
+            "(roles.rollout.validation_temperature may be 0)"
+        )
+    if ppo.kl.in_use and config.roles.reference is None:
+        term = "ppo.kl.in_reward" if ppo.kl.in_reward else "ppo.kl.loss_coef"
+        yield f"roles.reference: missing, but {term} needs it: add it, or switch off in_reward and loss_coef in ppo.kl"
+    if config.roles.reference is not None and not ppo.kl.in_use:
+        yield Advice("roles.reference: no KL term uses it: leave it out, or set ppo.kl.in_reward or loss_coef")
+    if ppo.kl.target is not None and not ppo.kl.in_reward:
+        yield Advice("ppo.kl.target: has no effect without ppo.kl.in_reward: leave it out, or set in_reward")
+    if ppo.kl.target is not None and responses >= 5 * ppo.kl.horizon:
+        yield (
+            f"ppo.kl.horizon: {ppo.kl.horizon} is too short for the {responses} responses of a step, so that the "
+            f"adaptive coefficient could turn negative: give at least {responses // 5 + 1}"
+        )
+    if ppo.needs_critic and config.roles.critic is None:
+        yield "roles.critic: missing, but ppo.estimator gae needs its values: add it, or choose another estimator"
+    if ppo.needs_critic and config.roles.critic is not None and ppo.critic_lr is None:
+        yield "ppo.critic_lr: missing, but the critic trains: give a learning rate"
+    if not ppo.needs_critic and config.roles.critic is not None:
+        yield f"roles.critic: ppo.estimator {ppo.estimator} needs no values: leave it out, or set gae"
+    if not ppo.needs_critic and ppo.critic_warmup:
+        yield f"ppo.critic_warmup: {ppo.critic_warmup} steps without a critic to train: set 0"
+    if ppo.compares_responses and rollout.samples_per_prompt < 2:
+        yield (
+            f"ppo.estimator: {ppo.estimator} compares the responses to a prompt, and "
+            f"roles.rollout.samples_per_prompt is {rollout.samples_per_prompt}: give at least 2"
+        )
+    if ppo.critic_warmup >= config.run.steps:
+        yield Advice(
+            f"ppo.critic_warmup: {ppo.critic_warmup} steps are all of run.steps, so that the actor never trains: "
+            "lower it"
+        )

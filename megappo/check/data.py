@@ -1,0 +1,69 @@
+"""Prompt files and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megappo.check.findings import Advice
+from megappo.check.model_files import has_chat_template
+from megappo.check.prompt_files import read_prompt_file
+from megappo.config import Config
+from megappo.models.spec import ModelSpec
+
+
+def data_findings(config: Config) -> Iterator[str]:
+    """Prompt files and how many prompts are asked of them."""
+    data = config.data
+    if not data.train:
+        yield "data.train: empty: give at least one parquet file"
+    rows = {"train": 0, "validation": 0}
+    chat = []
+    for split, paths in (("train", data.train), ("validation", data.validation)):
+        for path in paths:
+            try:
+                file = read_prompt_file(Path(path))
+            except ValueError as error:
+                yield f"data.{split}: {error}"
+                continue
+            rows[split] += file.rows
+            chat += [(split, path)] * file.chat
+    folder = Path(config.model_folder("actor"))
+    if chat and folder.is_dir() and not has_chat_template(folder):
+        split, path = chat[0]
+        yield (
+            f"data.{split}: {path}: its prompts are chat messages, and {folder} has no chat template: "
+            "add chat_template.jinja there, or write prompts as strings"
+        )
+    if 0 < rows["train"] < data.prompts_per_step:
+        yield Advice(
+            f"data.prompts_per_step: {data.prompts_per_step} is more than the {rows['train']} prompts of data.train: "
+            "every step repeats prompts"
+        )
+    if data.validation and 0 < rows["validation"] < data.validation_prompts:
+        yield Advice(
+            f"data.validation_prompts: {data.validation_prompts} is more than the {rows['validation']} prompts of "
+            "data.validation: all are used"
+        )
+    if config.run.validate_every and not data.validation:
+        yield Advice(
+            f"run.validate_every: {config.run.validate_every} has no effect without data.validation: name files there"
+        )
+
+
+def length_findings(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[str]:
+    """Lengths against the model and against the token budgets."""
+    data = config.data
+    longest = data.max_prompt + data.max_response
+    for folder, spec in specs.items():
+        if longest > spec.max_positions:
+            yield (
+                f"data.max_response: {data.max_response} plus max_prompt {data.max_prompt} is more than the "
+                f"{spec.max_positions} positions of {folder}: lower one by {longest - spec.max_positions}"
+            )
+    for name, role in config.roles.megatron.items():
+        if role.micro_batch_tokens < longest:
+            yield (
+                f"roles.{name}.micro_batch_tokens: {role.micro_batch_tokens} does not hold one sequence of "
+                f"{longest} tokens (data.max_prompt + data.max_response): give at least {longest}"
+            )

@@ -1,0 +1,28 @@
+"""What a rule yields: a line of the form ``key: value, why: fix``, an error unless it is marked as milder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+
+class Advice(str):
+    """A finding that does not stop a run."""
+
+
+class Lacking(str):
+    """A finding about files that a run needs, and that a plan can do without."""
+
+
+def on_files(lines: Iterator[str]) -> Iterator[str]:
+    """The same findings, marked as being about files."""
+    return (line if isinstance(line, Advice) else Lacking(line) for line in lines)
+
+
+def under(prefix: str, lines: Iterator[str] | Sequence[str], joint: str = ": ") -> Iterator[str]:
+    """Findings whose key gets a prefix."""
+    return (f"{prefix}{joint}{line}" for line in lines)
+
+
+def shown(value: object) -> str:
+    """A value as a user would write it."""
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

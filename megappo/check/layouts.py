@@ -1,0 +1,88 @@
+"""Pools, parallel sizes and what is traded for memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megappo.check.findings import Advice, under
+from megappo.config import Config
+from megappo.layout import legality
+from megappo.models.parameters import vllm_vocabulary
+from megappo.models.spec import ModelSpec
+
+VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes that vLLM's attention knows on CPU (0.32, ``v1/attention/backends/cpu_attn.py``)."""
+
+
+def pool_findings(config: Config) -> Iterator[str]:
+    """Which role names which pool."""
+    named = {name: role.pool for name, role in config.roles.megatron.items()}
+    rollout = config.roles.rollout.pool
+    for name, pool in {**named, "rollout": rollout}.items():
+        if pool not in config.pools:
+            yield f"roles.{name}.pool: {pool!r} is not a pool: pools are {', '.join(config.pools) or 'none'}"
+    sharing = [name for name, role in config.roles.megatron.items() if role.pool == rollout and role.offload == "none"]
+    if sharing and config.run.device == "cuda" and config.roles.rollout.memory_fraction > 0.8:
+        yield Advice(
+            f"roles.rollout.memory_fraction: {config.roles.rollout.memory_fraction} leaves little of the devices to "
+            f"{' and '.join(sharing)}, whose pool the engines share: around 0.5 is usual"
+        )
+    for pool in config.pools:
+        if pool not in (*named.values(), rollout):
+            yield Advice(f"pools.{pool}: no role uses it: leave it out, or name it as a role's pool")
+
+
+def layout_findings(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[str]:
+    """Parallel sizes against models and pools."""
+    for name, role in config.roles.megatron.items():
+        spec, pool = specs.get(config.model_folder(name)), config.pools.get(role.pool)
+        prefix = f"roles.{name}"
+        if spec:
+            yield from under(prefix, legality.megatron_model_problems(spec, role.tp, role.pp), ".")
+            for line in legality.pipeline_warnings(spec, role.pp):
+                yield Advice(f"{prefix}.{line}")
+        yield from under(prefix, legality.megatron_size_problems(role.tp, role.sequence_parallel), ".")
+        if pool:
+            shape = (pool.nodes, pool.devices_per_node)
+            yield from under(prefix, legality.megatron_pool_problems(role.tp, role.pp, *shape), ".")
+            for line in legality.megatron_pool_warnings(role.tp, *shape):
+                yield Advice(f"{prefix}.{line}")
+            ranks = pool.devices // (role.tp * role.pp)
+            if config.ppo.mini_batch < ranks and name != "reference":
+                yield Advice(
+                    f"ppo.mini_batch: {config.ppo.mini_batch} responses leave some of the {name}'s {ranks} "
+                    "data-parallel ranks without work: raise it, or tp or pp"
+                )
+    rollout = config.roles.rollout
+    spec, pool = specs.get(config.model_folder("actor")), config.pools.get(rollout.pool)
+    if spec:
+        vocabulary = vllm_vocabulary(spec.vocab_size)
+        yield from under("roles.rollout", legality.rollout_model_problems(spec, vocabulary, rollout.tp), ".")
+        if config.run.device == "cpu" and spec.head_dim not in VLLM_CPU_HEAD_SIZES:
+            yield (
+                f"run.device: cpu: vLLM has no attention there for the head size {spec.head_dim} of "
+                f"{config.model_folder('actor')}, only for {', '.join(map(str, VLLM_CPU_HEAD_SIZES))}: give another "
+                "model, or set cuda"
+            )
+    if pool:
+        yield from under("roles.rollout", legality.rollout_pool_problems(rollout.tp, pool.devices_per_node), ".")
+
+
+def memory_findings(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[str]:
+    """What a role trades for memory: 8-bit products, recomputed activations, memory that leaves between turns."""
+    rollout = config.roles.rollout.pool
+    for name, role in config.roles.megatron.items():
+        if role.fp8 != "none":
+            if config.run.device == "cpu" or config.run.dtype != "bfloat16":
+                wanted = f"run.device {config.run.device} and run.dtype {config.run.dtype}"
+                yield f"roles.{name}.fp8: {role.fp8} needs CUDA and bfloat16, not {wanted}: set none, or these"
+            if spec := specs.get(config.model_folder(name)):
+                yield from under(f"roles.{name}", legality.fp8_problems(spec, role.tp), ".")
+        if role.recompute != "none" and name == "reference":
+            yield Advice(f"roles.reference.recompute: {role.recompute} has no effect, as it never trains: leave it out")
+        others = [other for other, its in config.roles.megatron.items() if its.pool == role.pool and other != name]
+        if role.offload != "none" and not others and role.pool != rollout:
+            yield Advice(
+                f"roles.{name}.offload: {role.offload} costs time and makes room for nobody, as no other role uses the "
+                f"pool {role.pool}: set none"
+            )

@@ -1,0 +1,69 @@
+"""Prompt files, looked at from outside: their footers, and where it matters one column."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+COLUMNS = ("data_source", "prompt", "reward_model")
+"""The columns of verl's prompt files that a run needs; ``ability`` and ``extra_info`` may be absent."""
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """What a prompt file's footer says: how many rows, and whether prompts are chat messages."""
+
+    rows: int
+    chat: bool
+
+
+def read_prompt_file(path: Path) -> PromptFile:
+    """Read a parquet file's footer.
+
+    Raises:
+        ValueError: the file is missing, truncated, empty, or lacks a column.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not path.exists():
+        raise ValueError(f"{path}: no such file: give the path of a parquet file")
+    if not path.is_file():
+        raise ValueError(f"{path}: is a folder: name the parquet files in it")
+    try:
+        with pq.ParquetFile(path) as file:
+            schema, rows = file.schema_arrow, file.metadata.num_rows
+    except (pa.ArrowException, OSError):
+        raise ValueError(f"{path}: is truncated or no parquet file: write it again") from None
+    missing = [name for name in COLUMNS if name not in schema.names]
+    if missing:
+        raise ValueError(
+            f"{path}: has no column {', '.join(missing)}: it has {', '.join(schema.names) or 'none'}, "
+            f"and needs {', '.join(COLUMNS)}"
+        )
+    reward_model = schema.field("reward_model").type
+    if not pa.types.is_struct(reward_model) or reward_model.get_field_index("ground_truth") < 0:
+        raise ValueError(f"{path}: reward_model is {reward_model}: it must be a struct with ground_truth")
+    if rows == 0:
+        raise ValueError(f"{path}: has no rows: give a file with at least one prompt")
+    prompt = schema.field("prompt").type
+    return PromptFile(rows, chat=pa.types.is_list(prompt) or pa.types.is_large_list(prompt))
+
+
+def rows_in(path: Path) -> int:
+    """Rows of a prompt file; 0 if it cannot be used."""
+    try:
+        return read_prompt_file(path).rows
+    except ValueError:
+        return 0
+
+
+def data_sources(path: Path) -> set[str]:
+    """The values of a prompt file's ``data_source`` column; none if the file cannot be read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return set(pq.read_table(path, columns=["data_source"])["data_source"].unique().to_pylist())
+    except (pa.ArrowException, OSError, KeyError):
+        return set()

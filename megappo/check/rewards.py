@@ -1,0 +1,76 @@
+"""Rewards: functions, sandbox, time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from megappo.check.findings import Advice, under
+from megappo.check.prompt_files import data_sources, rows_in
+from megappo.check.reward_functions import reward_problems, reward_takes
+from megappo.config import Config
+
+
+def reward_findings(config: Config) -> Iterator[str]:
+    """Whether every data source has a reward function."""
+    reward = config.roles.reward
+    if reward.function is None and not reward.by_source:
+        yield "roles.reward.function: missing: give package.module:name or file.py:name, or fill by_source"
+    if reward.function is not None:
+        yield from under("roles.reward.function", reward_problems(reward.function))
+    elif reward.by_source:
+        known = ", ".join(reward.by_source)
+        for path in (*config.data.train, *config.data.validation):
+            for source in sorted(data_sources(Path(path)) - set(reward.by_source)):
+                yield (
+                    f"roles.reward.by_source: has no function for data_source {source!r} of {path}, only for {known}: "
+                    "add one, or give roles.reward.function for all others"
+                )
+    for source, function in reward.by_source.items():
+        yield from under(f"roles.reward.by_source.{source}", reward_problems(function))
+
+
+def sandbox_findings(config: Config) -> Iterator[str]:
+    """Where code that the model wrote is to run."""
+    reward, sandbox = config.roles.reward, config.roles.reward.sandbox
+    if sandbox.kind == "local" and sandbox.url is not None:
+        yield (
+            f"roles.reward.sandbox.url: {sandbox.url} is not used by kind local: set kind to http, or leave the url out"
+        )
+    if sandbox.kind == "http":
+        address = urlsplit(sandbox.url or "")
+        if address.scheme not in ("http", "https") or not address.hostname:
+            yield (
+                f"roles.reward.sandbox.url: {sandbox.url or 'missing'}: kind http needs the address of a SandboxFusion "
+                "server's run_code, as http://host:8080/run_code"
+            )
+    functions = [*([reward.function] if reward.function else []), *reward.by_source.values()]
+    if not any(reward_takes(function, "sandbox") for function in functions):
+        return
+    if sandbox.timeout_s >= reward.timeout_s:
+        yield (
+            f"roles.reward.sandbox.timeout_s: {sandbox.timeout_s:g} s for one program is not less than the "
+            f"{reward.timeout_s:g} s of roles.reward.timeout_s for all programs of a response: lower it, or raise that"
+        )
+    if sandbox.kind == "local" and shutil.which("bwrap") is None:
+        yield Advice(
+            "roles.reward.sandbox.kind: local needs bubblewrap, and this machine has no bwrap: install it where the "
+            "run starts and scores, or set kind to http and url to a SandboxFusion server"
+        )
+
+
+def reward_time_findings(config: Config) -> Iterator[str]:
+    """Scoring is one remote call: it must end in time even if every response took as long as it may."""
+    reward, rollout, data = config.roles.reward, config.roles.rollout, config.data
+    prompts = sum(rows_in(Path(path)) for path in data.validation)
+    prompts = min(prompts, data.validation_prompts or prompts)
+    responses = max(data.prompts_per_step * rollout.samples_per_prompt, prompts * rollout.validation_samples)
+    longest_s = responses * reward.timeout_s / reward.processes
+    if longest_s > config.run.timeout_s:
+        yield Advice(
+            f"roles.reward.timeout_s: {reward.timeout_s:g} s for each of {responses} responses in {reward.processes} "
+            f"processes is up to {longest_s:g} s, longer than the {config.run.timeout_s:g} s of run.timeout_s, which "
+            "would end the run: lower it, raise processes or run.timeout_s"
+        )

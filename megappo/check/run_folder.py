@@ -1,0 +1,108 @@
+"""The run's folder: whether it can be written, and whether what it holds can be gone on with."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from megappo.check.findings import Advice, shown, under
+from megappo.config import Config, ConfigError, load_config
+
+FIXED_ON_RESUME = (
+    "run.seed",
+    "data.train",
+    "data.prompts_per_step",
+    "data.max_prompt",
+    "data.overlong",
+    "data.shuffle",
+    "roles.rollout.samples_per_prompt",
+    "ppo.estimator",
+    "ppo.mini_batch",
+    "ppo.epochs",
+)
+"""Keys that a resumed run cannot change, besides the model of each role: the weights, the place in the data and the
+schedule would not be its own. Pools and layouts may change, as may lengths, rates and everything about logging."""
+
+
+def run_findings(config: Config) -> Iterator[str]:
+    """The run folder, its trackers, and a run that it may hold."""
+    run, folder = config.run, Path(config.run.dir)
+    yield from under("run.dir", run_folder_problems(folder))
+    for tracker in run.trackers:
+        if importlib.util.find_spec(tracker) is None:
+            yield f"run.trackers: {tracker} is not installed: pip install {tracker}, or leave it out"
+    steps = checkpoint_steps(folder)
+    if not steps:
+        return
+    try:
+        stored = load_config(folder / "config.yaml")
+    except ConfigError as error:
+        yield f"run.dir: {folder} holds checkpoints of a run that cannot be read ({error.problems[0]}): choose another"
+        return
+    for dotted, old, new in _changes(stored, config):
+        yield (
+            f"{dotted}: {shown(new)} differs from {shown(old)}, with which the run in {folder} began: "
+            "set it back, or choose another run.dir"
+        )
+    schedule = config.ppo.optimizer.schedule
+    if run.steps != stored.run.steps and schedule != "constant":
+        yield Advice(
+            f"run.steps: {run.steps} differs from {stored.run.steps}, with which the run in {folder} went on so far: "
+            f"the learning rate jumps, as the {schedule} schedule ends at the last step (a constant one does not)"
+        )
+    if steps[-1] >= run.steps:
+        yield Advice(
+            f"run.steps: {run.steps} steps are done, as {folder} has a checkpoint of step {steps[-1]}: "
+            "raise run.steps, or choose another run.dir"
+        )
+
+
+def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:
+    """(key, old, new) of everything that a resumed run cannot change, and that changed."""
+    models: dict[str, tuple[str, str]] = {}
+    for name, role in config.roles.megatron.items():
+        if name in stored.roles.megatron:  # a reference may come with a KL term, and go
+            old, new = stored.model_folder(name), config.model_folder(name)
+            if old != new:
+                models[f"roles.{name}.model" if role.model else "model"] = (old, new)
+    yield from ((dotted, *values) for dotted, values in models.items())
+    yield from differences(stored, config, FIXED_ON_RESUME)
+
+
+def run_folder_problems(folder: Path) -> Iterator[str]:
+    """Whether a run can write its folder, or make it in the nearest parent that exists."""
+    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not nearest.is_dir():
+        yield f"{folder}: {nearest} is a file: choose another folder"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        yield f"{folder}: {nearest} is not writable: choose another folder, or change its permissions"
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Steps of a run's complete checkpoints, ascending."""
+    try:
+        names = [path.name for path in (folder / "checkpoints").iterdir() if path.is_dir()]
+    except OSError:
+        return []
+    return sorted(int(match[1]) for match in map(re.compile(r"step_(\d+)").fullmatch, names) if match)
+
+
+def differences(old: Any, new: Any, keys: Collection[str]) -> Iterator[tuple[str, Any, Any]]:
+    """(key, old, new) of each dotted key whose values in two configurations differ."""
+    for dotted in keys:
+        before, after = old, new
+        for name in dotted.split("."):
+            before, after = getattr(before, name), getattr(after, name)
+        if _absolute(before) != _absolute(after):
+            yield dotted, before, after
+
+
+def _absolute(value: Any) -> Any:
+    """Paths made comparable; what is no path stays equal to itself only."""
+    if isinstance(value, tuple):
+        return tuple(map(_absolute, value))
+    return os.path.abspath(value) if isinstance(value, str) else value

@@ -1,0 +1,46 @@
+"""The configuration of a run: frozen dataclasses, one field a YAML key, read strictly from one YAML file.
+
+Batch sizes count responses over all ranks; nothing is multiplied or divided behind the user's back.
+"""
+
+from megappo.config.file import Config, ConfigError, describe_config, dump_config, load_config
+from megappo.config.ppo import CorrectionConfig, KLConfig, KLEstimator, OptimizerConfig, PPOConfig
+from megappo.config.roles import (
+    Carrier,
+    MegatronRoleConfig,
+    Offload,
+    Recompute,
+    RewardConfig,
+    RolesConfig,
+    RolloutConfig,
+    SandboxConfig,
+    Sleep,
+    Verify,
+)
+from megappo.config.run import DataConfig, PoolConfig, RunConfig
+
+__all__ = [
+    "Carrier",
+    "Config",
+    "ConfigError",
+    "CorrectionConfig",
+    "DataConfig",
+    "KLConfig",
+    "KLEstimator",
+    "MegatronRoleConfig",
+    "Offload",
+    "OptimizerConfig",
+    "PPOConfig",
+    "PoolConfig",
+    "Recompute",
+    "RewardConfig",
+    "RolesConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SandboxConfig",
+    "Sleep",
+    "Verify",
+    "describe_config",
+    "dump_config",
+    "load_config",
+]

@@ -1,0 +1,128 @@
+"""The whole configuration, read from one YAML file and written back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from megappo.config.ppo import PPOConfig
+from megappo.config.roles import RolesConfig
+from megappo.config.run import DataConfig, PoolConfig, RunConfig
+from megappo.strict_yaml import Reader, dump, expected, fields_of, key, parse, to_plain
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used.
+
+    Attributes:
+        problems: every problem, one line each, with its fix.
+        partial: what could be read, refused values at their defaults; None where a required key has no value.
+        doubtful: the keys in ``partial`` whose values are not what the user meant.
+    """
+
+    def __init__(self, problems: Sequence[str], partial: Config | None = None, doubtful: Sequence[str] = ()) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+        self.partial = partial
+        self.doubtful = frozenset(doubtful)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    run: RunConfig = key("the run")
+    model: str = key("Hugging Face model folder")
+    data: DataConfig = key("prompts")
+    pools: Mapping[str, PoolConfig] = key("named sets of devices")
+    roles: RolesConfig = key("who runs where")
+    ppo: PPOConfig = key("the algorithm")
+
+    def model_folder(self, role: str) -> str:
+        """Absolute path of the model folder of a Megatron role: its own, or the common one.
+
+        The actor's is also that of the engines, the tokenizer, the chat template and the end-of-text tokens.
+        """
+        return os.path.abspath(self.roles.megatron[role].model or self.model)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, with ``key=value`` overrides (dotted keys, values in YAML) on top.
+
+    Raises:
+        ConfigError: listing every unknown key, wrong type, value out of range, missing key and duplicate at once.
+    """
+    problems: list[str] = []
+    raw = _read(path, problems)
+    if not isinstance(raw, dict):
+        raise ConfigError(problems or [f"{path}: holds no mapping: give sections {', '.join(fields_of(Config))}"])
+    for text in overrides:
+        _override(raw, text, problems)
+    reader = Reader()
+    config = reader.section(Config, raw)
+    problems += reader.problems
+    if problems:
+        raise ConfigError(problems, None if config is MISSING else config, tuple(reader.doubtful))
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML, every default written out; :func:`load_config` reads it back equal."""
+    return dump(to_plain(config))
+
+
+def describe_config() -> Iterator[tuple[str, str, str, str]]:
+    """(dotted key, legal values, default or ``required``, help) of every key; ``NAME`` stands for a name of choice."""
+    return _describe(Config, "")
+
+
+def _describe(cls: Any, prefix: str) -> Iterator[tuple[str, str, str, str]]:
+    for name, (hint, item) in fields_of(cls).items():
+        section = next((part for part in (hint, *get_args(hint)) if is_dataclass(part)), None)
+        if section:
+            yield from _describe(section, f"{prefix}{name}.{'NAME.' if get_origin(hint) is Mapping else ''}")
+            continue
+        default = item.default_factory() if item.default_factory is not MISSING else item.default
+        shown = "required" if default is MISSING else dump(to_plain(default)).removesuffix("...\n").strip()
+        yield f"{prefix}{name}", expected(hint, item.metadata["range"]), shown, item.metadata["help"]
+
+
+def _read(path: str | Path, problems: list[str]) -> Any:
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        problems.append(f"{path}: no such file: give the path of a YAML file")
+    except OSError as error:
+        problems.append(f"{path}: cannot be read ({error.strerror}): give the path of a YAML file")
+    except UnicodeDecodeError:
+        problems.append(f"{path}: not UTF-8 text: give the path of a YAML file")
+    else:
+        found: list[str] = []
+        raw = parse(text, found)
+        # A file that does not parse is named; a key given twice names itself.
+        problems += found if raw is not MISSING else [f"{path}: {problem}" for problem in found]
+        return raw
+    return None
+
+
+def _override(raw: dict[str, Any], text: str, problems: list[str]) -> None:
+    dotted, equals, value_text = text.partition("=")
+    names = dotted.strip().split(".")
+    if not equals or not all(names):
+        problems.append(f"{text}: not an override: write key=value, for instance roles.rollout.tp=2")
+        return
+    found: list[str] = []
+    value = parse(value_text, found)
+    problems += [f"{text}: {problem}" for problem in found]
+    if value is MISSING:
+        return
+    at = raw
+    for depth, name in enumerate(names[:-1]):
+        child = {} if at.get(name) is None else at[name]
+        if not isinstance(child, dict):
+            problems.append(f"{text}: {'.'.join(names[: depth + 1])} is no section: it has no keys to override")
+            return
+        at[name] = dict(child)  # a copy: an alias in the YAML shares one section between two keys
+        at = at[name]
+    at[names[-1]] = value

@@ -1,0 +1,96 @@
+"""The algorithm: estimators, losses, KL, correction, optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megappo.strict_yaml import key
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+Estimator = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLConfig:
+    in_reward: bool = key("take the KL penalty off the token rewards", True)
+    coef: float = key("(first) coefficient of the penalty in the reward", 0.001, at_least=0)
+    estimator: KLEstimator = key("KL estimator in the reward", "k1")
+    target: float | None = key("KL per response that an adaptive coefficient steers to; null: fixed", None, above=0)
+    horizon: int = key("responses over which the adaptive coefficient adjusts", 10000, at_least=1)
+    loss_coef: float = key("coefficient of a KL term in the actor's loss; 0: none", 0.0, at_least=0)
+    loss_estimator: KLEstimator = key("KL estimator in the loss", "k3")
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any KL term needs the reference."""
+        return self.in_reward or self.loss_coef > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionConfig:
+    """Importance weights for the difference between the engines' log-probabilities and the actor's."""
+
+    level: Literal["off", "token", "sequence"] = key(
+        "weigh each token, each response, or only log the difference", "off"
+    )
+    threshold: float = key("largest weight", 2.0, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    weight_decay: float = key("AdamW's weight decay", 0.01, at_least=0)
+    beta1: float = key("AdamW's first decay rate", 0.9, at_least=0, below=1)
+    beta2: float = key("AdamW's second decay rate", 0.999, at_least=0, below=1)
+    eps: float = key("AdamW's epsilon", 1e-8, above=0)
+    grad_clip: float = key("largest global gradient norm", 1.0, above=0)
+    warmup_steps: int = key("steps of linear learning rate warm-up", 0, at_least=0)
+    schedule: Literal["constant", "linear", "cosine"] = key("learning rate after the warm-up", "constant")
+    min_lr_ratio: float = key("last learning rate over the peak", 0.0, at_least=0, at_most=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig:
+    estimator: Estimator = key(
+        "where advantages come from: a critic (gae), the other responses to the prompt (grpo, dr_grpo, rloo, "
+        "reinforce_plus_plus_baseline), or the rewards alone (reinforce_plus_plus)",
+        "gae",
+    )
+    gamma: float = key("discount", 1.0, at_least=0, at_most=1)
+    lam: float = key("lambda of generalised advantage estimation", 0.95, at_least=0, at_most=1)
+    clip: float = key("ratio clipping below: 1 - clip", 0.2, above=0, at_most=1)
+    clip_high: float | None = key("ratio clipping above: 1 + clip_high; null: the same as clip", None, above=0)
+    dual_clip: float | None = key("bound of the ratio where advantages are negative; null: none", 3.0, above=1)
+    value_clip: float | None = key("clipping of value changes; null: none", 0.2, above=0)
+    entropy_coef: float = key("coefficient of the entropy bonus", 0.0, at_least=0)
+    whiten_advantages: bool | None = key(
+        "give advantages mean 0 and variance 1 over the batch; null: for gae and reinforce_plus_plus", None
+    )
+    aggregation: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = key(
+        "how the loss is averaged over a mini-batch", "token_mean"
+    )
+    mini_batch: int = key("responses of one optimizer step, over all ranks", at_least=1)
+    epochs: int = key("passes over each step's batch", 1, at_least=1)
+    critic_warmup: int = key("first steps in which only the critic trains", 0, at_least=0)
+    actor_lr: float = key("peak learning rate of the actor", at_least=0)
+    critic_lr: float | None = key("peak learning rate of the critic", None, at_least=0)
+    kl: KLConfig = key("KL against the reference", KLConfig())
+    correction: CorrectionConfig = key("correction of off-policy responses", CorrectionConfig())
+    optimizer: OptimizerConfig = key("AdamW and its schedule", OptimizerConfig())
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether advantages come from values."""
+        return self.estimator == "gae"
+
+    @property
+    def compares_responses(self) -> bool:
+        """Whether advantages come from several responses to a prompt."""
+        return self.estimator not in ("gae", "reinforce_plus_plus")
+
+    @property
+    def whitens(self) -> bool:
+        """Whether advantages are whitened: as the estimator's paper has it, unless configured."""
+        papers = self.estimator in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+        return papers if self.whiten_advantages is None else self.whiten_advantages

@@ -1,0 +1,51 @@
+"""The run itself, its data and its devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megappo.strict_yaml import key
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    dir: str = key("folder of everything the run leaves; a run resumes from it")
+    steps: int = key("training steps in all", at_least=1)
+    seed: int = key("seed of data order, mini-batches and sampling", 1, at_least=0)
+    save_every: int = key("steps between checkpoints; 0: only at the end", 0, at_least=0)
+    keep_checkpoints: int = key("number of latest checkpoints kept", 2, at_least=1)
+    validate_every: int = key("steps between validations; 0: only before and after", 0, at_least=0)
+    validate_before: bool = key("validate before the first step", True)
+    trackers: tuple[Literal["tensorboard"], ...] = key("where metrics go besides log.jsonl", ())
+    device: Literal["cuda", "cpu"] = key("what the workers run on", "cuda")
+    dtype: Literal["bfloat16", "float32"] = key("type of weights and activations", "bfloat16")
+    peak_tflops: float | None = key("a device's matrix peak, for MFU; null: by its name", None, above=0)
+    device_profile: str = key("what plan takes a device for: H200, H100, A100, or a YAML file", "H200")
+    timeout_s: float = key("seconds any one remote call or collective may take", 1800.0, above=0)
+    dump_rollouts: bool = key("write every step's batch to RUN/rollouts", True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    train: tuple[str, ...] = key("parquet files to train on")
+    validation: tuple[str, ...] = key("parquet files to validate on", ())
+    prompts_per_step: int = key("prompts of one training step", at_least=1)
+    max_prompt: int = key("longest prompt, in tokens", at_least=1)
+    max_response: int = key("longest response, in tokens", at_least=1)
+    overlong: Literal["filter", "cut"] = key(
+        "longer prompts: leave out, or keep their last max_prompt tokens", "filter"
+    )
+    shuffle: bool = key("shuffle the prompts of each epoch", True)
+    validation_prompts: int = key("validation prompts used; 0: all", 0, at_least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolConfig:
+    nodes: int = key("machines", 1, at_least=1)
+    devices_per_node: int = key("devices on each machine", at_least=1)
+
+    @property
+    def devices(self) -> int:
+        """Devices on all machines together."""
+        return self.nodes * self.devices_per_node
