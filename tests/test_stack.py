@@ -18,8 +18,8 @@ from installed import GPU, install
 from megappo import stack
 from megappo.cli import main
 from megappo.cluster.calls import Place
-from megappo.cluster.cluster import Cluster
 from megappo.cluster.groups import Member
+from megappo.cluster.start import Starter
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -197,8 +197,7 @@ class Direct:
 
 def test_what_a_node_lacks_is_said_once_and_with_the_node(environment: Path) -> None:
     install(environment, {**GPU, "transformer-engine": "2.9.0", "vllm": "0.27.1"})
-    cluster = Cluster.__new__(Cluster)
-    cluster.calls = Direct()  # type: ignore[assignment]
+    starter = Starter(None, Direct(), {})  # type: ignore[arg-type]
 
     def members(pool: str, *nodes: str) -> tuple[Member, ...]:
         return tuple(
@@ -207,9 +206,9 @@ def test_what_a_node_lacks_is_said_once_and_with_the_node(environment: Path) -> 
         )
 
     megatron, rollout = stack.MEGATRON["cuda"], stack.ROLLOUT["cuda"]
-    cluster._check_stacks((members("train", "good"), megatron))
+    starter.check_stacks((members("train", "good"), megatron))
     with pytest.raises(stack.StackError) as failure:
-        cluster._check_stacks((members("train", "good", "bad", "bad"), megatron), (members("serve", "bad"), rollout))
+        starter.check_stacks((members("train", "good", "bad", "bad"), megatron), (members("serve", "bad"), rollout))
     assert [line.split(",")[0] for line in failure.value.problems] == [
         "node bad: transformer-engine: 2.9.0 is too old",
         "node bad: vllm: 0.27.1 is too new",
