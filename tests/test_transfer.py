@@ -20,7 +20,7 @@ from megappo.models.spec import ModelSpec
 from megappo.reshard.actor_to_rollout import Meeting, TransferSpec
 from megappo.reshard.agreement import disagreement
 from megappo.reshard.gloo import host_store
-from megappo.reshard.plan import make_messages
+from megappo.reshard.messages import make_messages
 from megappo.reshard.transfer import carry_out
 
 MODEL = ModelSpec(

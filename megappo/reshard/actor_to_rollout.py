@@ -12,8 +12,9 @@ from megappo.layout.mesh import Layout
 from megappo.models.spec import ModelSpec
 from megappo.reshard.agreement import Fingerprint, fingerprint
 from megappo.reshard.boxes import Shard, megatron_shards, vllm_shards
+from megappo.reshard.copies import Copy
 from megappo.reshard.meetings import Side, meetings
-from megappo.reshard.plan import Copy, plan_copies
+from megappo.reshard.plan import plan_copies
 from megappo.reshard.routes import place
 
 

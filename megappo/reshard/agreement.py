@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from megappo import __version__
-from megappo.reshard.plan import Copy
+from megappo.reshard.copies import Copy
 
 BITS = 64
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import prod
 
 from megappo.reshard.boxes import Shard
+from megappo.reshard.copies import Copy
 from megappo.reshard.meetings import Side, meetings
-from megappo.reshard.plan import Copy
 from megappo.reshard.routes import DEVICE, NETWORK, NODE, Places, distance, place
 
 LINKS = {DEVICE: "on the device", NODE: "inside nodes", NETWORK: "between nodes"}

@@ -5,6 +5,7 @@ The cost is that of the cuts, not of the ranks: a block is looked at once, howev
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import combinations
@@ -23,15 +24,17 @@ Block = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Holders(NamedTuple):
-    """Those who hold (or want) one block: numbers of shards, the box of each, and its position in the first shard."""
+    """Those who hold (or want) one block: numbers of shards, and the box of each."""
 
     shards: tuple[int, ...]
     boxes: tuple[Box, ...]
-    position: int
 
 
 class Meeting(NamedTuple):
-    """What a source block and a destination block have in common: the ``part``-th of ``parts`` of that source block."""
+    """What a source block and a destination block have in common.
+
+    It is the ``part``-th of ``parts`` that the same source shards have of this tensor.
+    """
 
     source: Holders
     destination: Holders
@@ -51,12 +54,12 @@ class Side:
             names: the tensors to look at; None for all.
         """
         self._shards = shards
-        self._found: dict[str, list[tuple[int, int]]] = {}  # by tensor: shard, position in it
+        self._found: dict[str, list[tuple[int, Box]]] = {}  # by tensor: shard, box
         for number, shard in enumerate(shards):
-            for position, box in enumerate(shard.boxes):
+            for box in shard.boxes:
                 if names is None or box.name in names:
-                    self._found.setdefault(box.name, []).append((number, position))
-        self._turns: dict[int, list[int]] = {}
+                    self._found.setdefault(box.name, []).append((number, box))
+        self._turns: dict[int, dict[str, int]] = {}
         self._members: dict[tuple[int, ...], list[tuple[int, int]]] = {}
 
     @property
@@ -66,14 +69,13 @@ class Side:
 
     def holders(self, name: str) -> dict[Block, Holders]:
         """The blocks of a tensor, and who holds each."""
-        entries: dict[Block, list[tuple[int, Box, int]]] = {}
-        for number, position in self._found.get(name, ()):
-            box = self._shards[number].boxes[position]
-            entries.setdefault((box.offset, box.size), []).append((number, box, position))
+        entries: dict[Block, list[tuple[int, Box]]] = {}
+        for number, box in self._found.get(name, ()):
+            entries.setdefault((box.offset, box.size), []).append((number, box))
         out = {}
         for block, found in entries.items():
-            numbers, boxes, (position, *_) = zip(*found, strict=True)
-            out[block] = Holders(numbers, boxes, position)
+            numbers, boxes = zip(*found, strict=True)
+            out[block] = Holders(numbers, boxes)
         return out
 
     def members(self, shards: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -84,16 +86,18 @@ class Side:
             ]
         return self._members[shards]
 
-    def turn(self, holders: Holders) -> int:
-        """The number of a block among those of its shard: the largest first, and those of a kind in a row."""
+    def turn(self, holders: Holders, name: str) -> int:
+        """The number of a tensor among those of a shard: kinds with the largest blocks first, each kind in a row."""
         number = holders.shards[0]
         if number not in self._turns:
-            boxes = self._shards[number].boxes
-            order = sorted(range(len(boxes)), key=lambda at: (-prod(boxes[at].size), _kind(boxes[at].name)))
-            self._turns[number] = turns = [0] * len(boxes)
-            for turn, position in enumerate(order):
-                turns[position] = turn
-        return self._turns[number][holders.position]
+            largest: dict[str, int] = {}
+            kinds: dict[str, str] = {}
+            for box in self._shards[number].boxes:
+                kind = kinds[box.name] = _kind(box.name)
+                largest[kind] = max(prod(box.size), largest.get(kind, 0))
+            order = sorted(kinds, key=lambda tensor: (-largest[kinds[tensor]], kinds[tensor]))
+            self._turns[number] = {tensor: turn for turn, tensor in enumerate(order)}
+        return self._turns[number][name]
 
 
 def meetings(name: str, held: Side, wanted: Side) -> Iterator[Meeting]:
@@ -118,8 +122,12 @@ def meetings(name: str, held: Side, wanted: Side) -> Iterator[Meeting]:
                 f"the sources hold {elements} of them"
             )
     sources, destinations = list(origins.values()), list(targets.values())
-    for source, destination, (begin, size), part, parts in overlaps:
-        yield Meeting(sources[source], destinations[destination], begin, size, part, parts)
+    parts = Counter(sources[origin].shards for origin, _, _ in overlaps)
+    met: Counter[tuple[int, ...]] = Counter()
+    for origin, target, (begin, size) in overlaps:
+        source = sources[origin]
+        yield Meeting(source, destinations[target], begin, size, met[source.shards], parts[source.shards])
+        met[source.shards] += 1
 
 
 def _kind(name: str) -> str:
@@ -131,17 +139,15 @@ _NO_DIGITS = str.maketrans("", "", "0123456789")
 
 
 @lru_cache(maxsize=4096)  # all layers, and all experts, are cut alike
-def _overlaps(
-    origins: tuple[Block, ...], targets: tuple[Block, ...]
-) -> tuple[list[tuple[int, int, Block, int, int]], list[int]]:
-    """(origin, target, what they share, its number, their number) by origin; and how much of each target is covered."""
+def _overlaps(origins: tuple[Block, ...], targets: tuple[Block, ...]) -> tuple[list[tuple[int, int, Block]], list[int]]:
+    """(origin, target, what they share) by origin; and how much of each target is covered."""
     covered = [0] * len(targets)
     out = []
     for at, origin in enumerate(origins):
-        found = [(to, common) for to, target in enumerate(targets) if (common := _intersection(origin, target))]
-        for part, (to, common) in enumerate(found):
-            out.append((at, to, common, part, len(found)))
-            covered[to] += prod(common[1])
+        for to, target in enumerate(targets):
+            if common := _intersection(origin, target):
+                out.append((at, to, common))
+                covered[to] += prod(common[1])
     return out, covered
 
 

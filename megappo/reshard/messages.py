@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megappo.reshard.plan import Copy
+from megappo.reshard.copies import Copy, cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +70,3 @@ def make_messages(
         Message(source, source ^ other, tuple(bucket), wave)
         for (wave, _, other, source), bucket in sorted(numbered, key=lambda entry: entry[0])
     )
-
-
-def cut(copy: Copy, bucket_elements: int) -> Iterator[Copy]:
-    """A block in pieces of at most so many elements, or of one row."""
-    elements, extent = copy.elements, copy.size[0]
-    if elements <= bucket_elements:
-        yield copy
-        return
-    rows = max(bucket_elements * extent // elements, 1)
-    for start in range(0, extent, rows):
-        yield copy._replace(
-            source_offset=_down(copy.source_offset, start, len(copy.size)),
-            offset=_down(copy.offset, start, len(copy.size)),
-            size=(min(rows, extent - start), *copy.size[1:]),
-        )
-
-
-def _down(offset: tuple[int, ...], rows: int, dimensions: int) -> tuple[int, ...]:
-    """The offset so many rows further on: along the first axis that the block's size has."""
-    row = len(offset) - dimensions
-    return *offset[:row], offset[row] + rows, *offset[row + 1 :]

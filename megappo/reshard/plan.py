@@ -8,38 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from math import prod
-from typing import NamedTuple
 
 from megappo.reshard.boxes import Box, Shard
-from megappo.reshard.meetings import PlanError, Side, meetings
-from megappo.reshard.messages import Message, make_messages
+from megappo.reshard.copies import Copy
+from megappo.reshard.meetings import Side, meetings
 from megappo.reshard.routes import Places, Route, make_route
-
-__all__ = ["Copy", "Message", "PlanError", "make_messages", "make_plan", "plan_copies", "plan_hash"]
-
-
-class Copy(NamedTuple):
-    """One block to move, in elements: ``size`` at ``source_offset`` of a source rank's parameter to a destination's.
-
-    In the second wave the source is itself a destination of the first: it passes on what it has received, out of its
-    own parameter. All copies of the first wave into that block come before.
-    """
-
-    source: int
-    source_param: str
-    source_offset: tuple[int, ...]
-    destination: int
-    param: str
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-    name: str  # the global tensor, for messages
-    wave: int = 0
-
-    @property
-    def elements(self) -> int:
-        """Number of elements moved."""
-        return prod(self.size)
 
 
 def make_plan(sources: Iterable[Box], destinations: Iterable[Box], places: Places = ()) -> tuple[Copy, ...]:
@@ -87,7 +60,7 @@ def plan_copies(
                 continue
             given = [(box.param, _shifted(box, begin)) for box in source.boxes]
             taken = [(box.param, _shifted(box, begin)) for box in destination.boxes]
-            for giver, taker, wave in route.deliveries(held.turn(source) * parts + part):
+            for giver, taker, wave in route.deliveries(held.turn(source, name), part, parts):
                 from_, out_of = takers[giver] if wave else givers[giver]
                 to, into = takers[taker]
                 if rank is None or rank in (from_, to):

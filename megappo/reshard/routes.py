@@ -7,10 +7,12 @@ The ranks that hold a block are equals but for where they are. A rank that wants
 3. else from another node. The block then enters the node once, at one of those that want it, which passes it on to the
    others: the second wave.
 
-Among equals, ranks take turns. Every block has a turn: its number among the blocks of its shard, the largest first and
-those of a kind (all layers' query weights, say) in a row. Its deliveries across nodes are numbered on from there, and
-the numbers go round the holders. So of each kind, none sends more than one block beyond another, and nobody needs to
-know what others were asked for: there is no running load.
+Among equals, ranks take turns. Every tensor has a turn t: its number among the tensors of its shard, kinds (all layers'
+query weights, say) in a row and the largest first. Of one tensor, the ranks of a shard hold P parts for G nodes (or
+wanters) elsewhere; delivery g of part p has the number (t P + p) G + g, and the numbers go round the holders. All
+tensors of a kind are cut alike, so the deliveries of a kind have numbers without a gap: none of its holders makes more
+than one beyond another. (Where G differs between parts, as engines lie unevenly on nodes, gaps are possible.) Nobody
+needs to know what others were asked for: there is no running load.
 """
 
 from __future__ import annotations
@@ -59,13 +61,14 @@ class Route(NamedTuple):
     groups: int
     holders: int
 
-    def deliveries(self, turn: int) -> Iterator[Delivery]:
-        """Every wanter once. ``turn`` is the block's."""
+    def deliveries(self, turn: int, part: int, parts: int) -> Iterator[Delivery]:
+        """Every wanter once, of the ``part``-th of ``parts`` that the holders have of a tensor."""
+        number = (turn * parts + part) * self.groups
         for wanter, holders in self.near:
-            yield Delivery(holders[(turn + wanter) % len(holders)], wanter, 0)
+            yield Delivery(holders[(turn + part + wanter) % len(holders)], wanter, 0)
         for group, wanters in self.far:
-            gateway = wanters[turn % len(wanters)]
-            yield Delivery((turn * self.groups + group) % self.holders, gateway, 0)
+            gateway = wanters[(turn + part) % len(wanters)]
+            yield Delivery((number + group) % self.holders, gateway, 0)
             for wanter in wanters:
                 if wanter != gateway:
                     yield Delivery(gateway, wanter, 1)

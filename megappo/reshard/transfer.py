@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from megappo.reshard.copies import Copy
 from megappo.reshard.files import block
 from megappo.reshard.messages import Message
-from megappo.reshard.plan import Copy
 from megappo.reshard.transport import Transport, Work, size_of
 
 BUCKET_BYTES = 16 << 20

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from megappo.config import Verify
-from megappo.reshard.messages import cut
-from megappo.reshard.plan import Copy
+from megappo.reshard.copies import Copy, cut
 from megappo.reshard.transfer import destination_block, source_block
 
 REGION = 1 << 20
