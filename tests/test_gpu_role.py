@@ -62,30 +62,33 @@ def logprobs(role: Any) -> np.ndarray:
     return batch.flat(batch.take_ids(table, batch.column(ROWS, "id")), "found")
 
 
-def transformers_logprobs(folder: Path) -> np.ndarray:
-    """In float32 on the CPU, row by row."""
+def transformers_logprobs(folder: Path, dtype: torch.dtype, device: str) -> np.ndarray:
+    """Row by row; the softmax in float32, as ours."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
     out = []
     for prompt, response in zip(
         batch.split_rows(ROWS, "prompt_ids"), batch.split_rows(ROWS, "response_ids"), strict=True
     ):
-        ids = torch.tensor(np.concatenate([prompt, response])).long()
+        ids = torch.tensor(np.concatenate([prompt, response])).long().to(device)
         with torch.no_grad():
-            logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        out.append(logits.gather(1, ids[len(prompt) :, None])[:, 0].numpy())
+            logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        out.append(logits.gather(1, ids[len(prompt) :, None])[:, 0].cpu().numpy())
     return np.concatenate(out)
 
 
 @pytest.mark.parametrize(
     ("family", "more"), [("qwen2", {}), ("qwen3", {"head_dim": 64}), ("llama", {"tie_word_embeddings": True})]
 )
-def test_logprobs_of_bfloat16_layers_are_those_of_float32(tmp_path: Path, family: str, more: dict[str, Any]) -> None:
+def test_logprobs_lose_no_more_to_bfloat16_than_plain_torch(tmp_path: Path, family: str, more: dict[str, Any]) -> None:
+    """Both round each activation to 8 bits, at other places; against float32 neither may be much worse."""
     folder = make_model(tmp_path, family, **SIZES, **more)
-    gap = np.abs(logprobs(make_role(folder, train=False)) - transformers_logprobs(folder))
-    print(f"{family}: mean {gap.mean():.1e}, max {gap.max():.1e} nats")
-    assert gap.mean() < 0.02 and gap.max() < 0.1
+    exact = transformers_logprobs(folder, torch.float32, "cpu")
+    ours = np.abs(logprobs(make_role(folder, train=False)) - exact)
+    plain = np.abs(transformers_logprobs(folder, torch.bfloat16, "cuda") - exact)
+    print(f"{family}: mean {ours.mean():.1e} (plain {plain.mean():.1e}), max {ours.max():.1e} ({plain.max():.1e}) nats")
+    assert ours.mean() < 1.5 * plain.mean() and ours.max() < 3 * plain.max()
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
@@ -109,11 +112,13 @@ def test_recomputing_saves_memory(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("fp8", ["tensorwise", "blockwise"])
-def test_eight_bits_stay_near_sixteen(folder: Path, fp8: str) -> None:
+def test_eight_bits_lose_as_much_more_as_they_are_coarser(folder: Path, fp8: str) -> None:
+    """A factor of a product keeps 3 bits of its fraction (e4m3) where bfloat16 keeps 7: 16 times the rounding."""
+    exact = transformers_logprobs(folder, torch.float32, "cpu")
     plain, rough = make_role(folder), make_role(folder, fp8=fp8)
-    gap = np.abs(logprobs(plain) - logprobs(rough))
-    print(f"fp8 {fp8}: mean {gap.mean():.1e}, max {gap.max():.1e} nats")
-    assert 0 < gap.mean() < 0.15
+    fine, coarse = (np.abs(logprobs(role) - exact).mean() for role in (plain, rough))
+    print(f"fp8 {fp8}: mean {coarse:.1e} nats, bfloat16 {fine:.1e}")
+    assert fine < coarse < 16 * fine
     for _ in range(2):
         wanted, found = update(plain), update(rough)
         assert found["actor/grad_norm"] == pytest.approx(wanted["actor/grad_norm"], rel=0.1)
