@@ -257,6 +257,16 @@ WARNINGS: dict[str, tuple[tuple[str, ...], str]] = {
         ("ppo.kl={in_reward: false, loss_coef: 0.1, target: 0.1}",),
         "ppo.kl.target: has no effect without ppo.kl.in_reward: leave it out, or set in_reward",
     ),
+    "gspo's average": (
+        ("ppo.loss=gspo", "ppo.clip=3e-4"),
+        "ppo.aggregation: token_mean weighs a response's ratio by its length; the paper's gspo is "
+        "seq_mean_token_mean: set that",
+    ),
+    "gspo's clip": (
+        ("ppo.loss=gspo", "ppo.aggregation=seq_mean_token_mean"),
+        "ppo.clip: 0.2 is wide for the ratio of a whole response, so that gspo clips nothing: the paper has clip 3e-4 "
+        "and clip_high 4e-4",
+    ),
     "actor never trains": (
         ("ppo.critic_warmup=10",),
         "ppo.critic_warmup: 10 steps are all of run.steps, so that the actor never trains: lower it",

@@ -3,109 +3,20 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megappo.ppo.losses import aggregation_weights, policy_loss, value_loss
+from megappo.ppo.losses import aggregation_weights, value_loss
+from megappo.ppo.policy_losses import ppo_loss
 
 torch.set_num_threads(1)
 
 
 def tensor(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-# clip_low 0.2, clip_high 0.5, dual_clip 3
-POLICY_TABLE = [
-    # ratio, advantage, loss, clipped, clipped_lower, d loss / d logprob
-    (1.0, 2.0, -2.0, 0, 0, -2.0),  # the first update: the plain policy gradient
-    (1.0, -2.0, 2.0, 0, 0, 2.0),
-    (1.4, 2.0, -2.8, 0, 0, -2.8),  # above 1.2 but inside the higher upper clip
-    (1.6, 2.0, -3.0, 1, 0, 0.0),  # gained enough: held at 1.5
-    (0.5, 2.0, -1.0, 0, 0, -1.0),  # a good token that became rare is still pushed up
-    (0.5, -2.0, 1.6, 1, 0, 0.0),  # a bad token that fell enough: held at 0.8
-    (0.9, -2.0, 1.8, 0, 0, 1.8),
-    (2.5, -2.0, 5.0, 0, 0, 5.0),  # a bad token that became likely is pushed down,
-    (4.0, -2.0, 6.0, 0, 1, 0.0),  # but only up to 3 times its advantage
-    (4.0, 2.0, -3.0, 1, 0, 0.0),  # the dual clip leaves positive advantages alone
-    (4.0, 0.0, 0.0, 0, 0, 0.0),
-]
-
-
-@pytest.mark.parametrize(("ratio", "advantage", "loss", "clipped", "clipped_lower", "gradient"), POLICY_TABLE)
-def test_policy_loss_by_hand(
-    ratio: float, advantage: float, loss: float, clipped: int, clipped_lower: int, gradient: float
-) -> None:
-    old_logprobs_n = tensor(-1.3)
-    logprobs_n = (old_logprobs_n + math.log(ratio)).requires_grad_()
-    loss_n, stats = policy_loss(
-        logprobs_n, old_logprobs_n, tensor(advantage), clip_low=0.2, clip_high=0.5, dual_clip=3.0
-    )
-    loss_n.sum().backward()
-    assert loss_n.item() == pytest.approx(loss, abs=1e-12)
-    assert logprobs_n.grad is not None and logprobs_n.grad.item() == pytest.approx(gradient, abs=1e-12)
-    assert stats["clipped"].item() == clipped
-    assert stats["clipped_lower"].item() == clipped_lower
-    assert stats["ratio"].item() == pytest.approx(ratio)
-    assert stats["approx_kl"].item() == pytest.approx(-math.log(ratio), abs=1e-12)
-    assert not any(stat.requires_grad for stat in stats.values())
-
-
-def test_policy_loss_without_dual_clip_is_unbounded_at_negative_advantages() -> None:
-    loss_n, stats = policy_loss(tensor(math.log(50)), tensor(0.0), tensor(-2.0), clip_low=0.2, clip_high=0.2)
-    assert loss_n.item() == pytest.approx(100)
-    assert stats["clipped_lower"].item() == 0
-
-
-def test_policy_loss_survives_a_broken_token() -> None:
-    logprobs_n = torch.tensor([0.0, -200.0], requires_grad=True)
-    loss_n, stats = policy_loss(
-        logprobs_n, torch.tensor([-200.0, 0.0]), torch.tensor([-1.0, 1.0]), clip_low=0.2, clip_high=0.2
-    )
-    loss_n.sum().backward()
-    assert loss_n[0].item() == pytest.approx(math.exp(20), rel=1e-6)
-    assert loss_n[1].item() == pytest.approx(-math.exp(-20), rel=1e-6)
-    assert logprobs_n.grad is not None and logprobs_n.grad.tolist() == [0.0, 0.0]
-    assert stats["approx_kl"].tolist() == [-200.0, 200.0]
-
-
-def away_from_kinks(seed: int, n: int = 40) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random log-probabilities whose ratios stay 0.01 away from 0.8, 1.3 and 2, where the loss has corners."""
-    rng = random.Random(seed)
-    log_ratios: list[float] = []
-    while len(log_ratios) < n:
-        candidate = rng.gauss(0, 0.7)
-        if all(abs(math.exp(candidate) - kink) > 0.01 for kink in (0.8, 1.3, 2.0)):
-            log_ratios.append(candidate)
-    old = tensor(*[-rng.expovariate(1) for _ in range(n)])
-    return old + tensor(*log_ratios), old, tensor(*[rng.gauss(0, 1) for _ in range(n)])
-
-
-@pytest.mark.parametrize("dual_clip", [None, 2.0])
-def test_policy_loss_gradient_equals_finite_differences(dual_clip: float | None) -> None:
-    logprobs_n, old_logprobs_n, advantages_n = away_from_kinks(seed=3)
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        return policy_loss(x, old_logprobs_n, advantages_n, clip_low=0.2, clip_high=0.3, dual_clip=dual_clip)[0]
-
-    assert torch.autograd.gradcheck(loss, logprobs_n.requires_grad_())
-
-
-@pytest.mark.parametrize(
-    ("clips", "message"),
-    [
-        ({"clip_low": 1.0, "clip_high": 0.2}, r"clip_low is 1.0"),
-        ({"clip_low": 0.2, "clip_high": -0.1}, r"clip_high is -0.1"),
-        ({"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1.0}, r"dual_clip is 1.0; it must be > 1"),
-    ],
-)
-def test_policy_loss_refuses_clips_out_of_range(clips: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        policy_loss(tensor(0.0), tensor(0.0), tensor(1.0), **clips)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +104,7 @@ def test_gradient_of_a_policy_does_not_depend_on_the_split(aggregation: str) -> 
 
     def row_losses(parameters: torch.Tensor, row: int) -> torch.Tensor:
         logprobs_n = parameters.log_softmax(0)[tokens[row]]
-        return policy_loss(logprobs_n, old[row], advantages[row], clip_low=0.2, clip_high=0.28, dual_clip=3.0)[0]
+        return ppo_loss(logprobs_n, old[row], advantages[row], clip_low=0.2, clip_high=0.28, dual_clip=3.0)[0]
 
     whole = logits.clone().requires_grad_()
     losses = [row_losses(whole, row) for row in range(6)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -112,6 +113,12 @@ def test_update_equals_one_rank(folders: dict[bool, str], role: str, layout: Lay
     assert_same(gathered(run_ranks(layout.world, update, folder, layout, critic, PPO, 64)), one_rank(folder, critic))
 
 
+def test_a_sequences_ratio_does_not_depend_on_the_layout(folders: dict[bool, str]) -> None:
+    ppo, layout = replace(PPO, loss="gspo"), Layout(tp=2, pp=2, dp=2)
+    found = gathered(run_ranks(layout.world, update, folders[False], layout, False, ppo, 64))
+    assert_same(found, one_rank(folders[False], False, ppo))
+
+
 def recomputing(folder: str, layout: Layout, recompute: str) -> tuple[Any, list[Any]]:
     from megappo.workers.megatron_role import MegatronRole
     from megappo.workers.settings import RoleSettings
@@ -146,22 +153,36 @@ def test_two_roles_share_processes_with_two_layouts(folders: dict[bool, str]) ->
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"])
 def test_gradient_does_not_depend_on_the_token_budget(folders: dict[bool, str], aggregation: str) -> None:
-    from dataclasses import replace
-
     ppo = replace(PPO, aggregation=aggregation)
     expected = one_rank(folders[False], False, ppo)
     for budget in (23, 1000):
         assert_same(gathered(run_ranks(1, update, folders[False], Layout(), False, ppo, budget)), expected)
 
 
-def test_actor_loss_and_gradient_norm_equal_plain_torch(folders: dict[bool, str]) -> None:
-    """The first mini-batch's loss, written out with transformers' model, one row at a time, without packing."""
+def gain(ppo: PPOConfig, logprobs: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+    """What a row's tokens gain on average by each loss, as its paper writes it (GSPO-token for gspo)."""
+    if ppo.loss == "gspo":
+        ratio = torch.exp((logprobs - old).mean()).detach() * torch.exp(logprobs - logprobs.detach())
+        return torch.minimum(ratio * advantage, ratio.clip(1 - ppo.clip, 1 + ppo.clip) * advantage).mean()
+    ratio = torch.exp(logprobs - old)
+    if ppo.loss == "cispo":
+        return (ratio.clip(1 - ppo.clip, 1 + ppo.clip).detach() * advantage * logprobs).mean()
+    clipped = torch.minimum(ratio * advantage, ratio.clip(1 - ppo.clip, 1 + ppo.clip) * advantage)
+    return torch.where(advantage < 0, torch.maximum(clipped, 3.0 * advantage), clipped).mean()
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
+def test_actor_loss_and_gradient_norm_equal_plain_torch(folders: dict[bool, str], loss: str) -> None:
+    """The first mini-batch's loss, written out with transformers' model, one row at a time, without packing.
+
+    The head takes three tokens at a time, so that no chunk holds whatever a sequence's ratio needs.
+    """
     from transformers import AutoModelForCausalLM
 
     from megappo.ppo.balance import mini_batches
 
-    folder = folders[False]
-    stats = run_ranks(1, first_step, folder)[0]
+    folder, ppo = folders[False], replace(PPO, loss=loss)  # type: ignore[arg-type]
+    stats = run_ranks(1, first_step, folder, ppo)[0]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rows = mini_batches(ROWS.num_rows, PPO.mini_batch)[0]
     columns = {name: batch.split_rows(ROWS, name) for name in ROWS.column_names if name != "id"}
@@ -172,29 +193,28 @@ def test_actor_loss_and_gradient_norm_equal_plain_torch(folders: dict[bool, str]
         distribution = torch.distributions.Categorical(logits=logits)
         logprobs = distribution.log_prob(response)
         old, ref, advantage = (torch.tensor(columns[k][row]) for k in ("logprobs", "ref_logprobs", "advantages"))
-        ratio = torch.exp(logprobs - old)
-        gain = torch.minimum(ratio * advantage, ratio.clip(0.8, 1.2) * advantage)
-        gain = torch.where(advantage < 0, torch.maximum(gain, 3.0 * advantage), gain)
+        gained = gain(ppo, logprobs, old, advantage)
         kl = torch.exp(ref - logprobs) - (ref - logprobs) - 1
-        loss = -gain - 0.01 * distribution.entropy() + 0.05 * kl
-        total = total + loss.mean() / len(rows)
-        surrogate += -gain.mean().item() / len(rows)
+        total = total + (-gained + (0.05 * kl - 0.01 * distribution.entropy()).mean()) / len(rows)
+        surrogate += -gained.item() / len(rows)
     total.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
     assert stats["actor/pg_loss"] == pytest.approx(surrogate, abs=1e-6)
     assert stats["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-def first_step(folder: str) -> dict[str, float]:
+def first_step(folder: str, ppo: PPOConfig) -> dict[str, float]:
+    from megappo.models import language_head
     from megappo.ppo.balance import mini_batches
     from megappo.workers.megatron_role import MegatronRole
     from megappo.workers.objectives import ActorObjective
     from megappo.workers.settings import MiniBatch, RoleSettings, Totals
 
-    role = MegatronRole(RoleSettings(folder, Layout(), "float32", 64, False, PPO.optimizer))
+    role = MegatronRole(RoleSettings(folder, Layout(), "float32", 64, False, ppo.optimizer))
+    language_head.CHUNK_BYTES = 3 * 4 * role.head.weight_vh.shape[0]
     rows = mini_batches(ROWS.num_rows, PPO.mini_batch)[0]
     totals = Totals(len(rows), int(batch.lengths(ROWS, "response_ids")[rows].sum()))
     mini = MiniBatch(batch.column(ROWS, "id")[rows], totals)
-    stats = role.update(ROWS, [mini], ActorObjective(PPO, 0.8), 1e-3)
+    stats = role.update(ROWS, [mini], ActorObjective(ppo, 0.8), 1e-3)
     assert stats is not None
     return stats

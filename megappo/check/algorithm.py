@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megappo.check.findings import Advice
-from megappo.config import Config
+from megappo.config import Config, PPOConfig
 
 
 def sampling_findings(config: Config) -> Iterator[str]:
@@ -61,8 +61,24 @@ def ppo_findings(config: Config) -> Iterator[str]:
             f"ppo.estimator: {ppo.estimator} compares the responses to a prompt, and "
             f"roles.rollout.samples_per_prompt is {rollout.samples_per_prompt}: give at least 2"
         )
+    if ppo.loss == "gspo":
+        yield from _gspo_findings(ppo)
     if ppo.critic_warmup >= config.run.steps:
         yield Advice(
             f"ppo.critic_warmup: {ppo.critic_warmup} steps are all of run.steps, so that the actor never trains: "
             "lower it"
+        )
+
+
+def _gspo_findings(ppo: PPOConfig) -> Iterator[str]:
+    """Defaults of PPO that are not GSPO's."""
+    if ppo.aggregation != "seq_mean_token_mean":
+        yield Advice(
+            f"ppo.aggregation: {ppo.aggregation} weighs a response's ratio by its length; the paper's gspo is "
+            "seq_mean_token_mean: set that"
+        )
+    if ppo.clip > 0.01:
+        yield Advice(
+            f"ppo.clip: {ppo.clip} is wide for the ratio of a whole response, so that gspo clips nothing: the paper "
+            "has clip 3e-4 and clip_high 4e-4"
         )

@@ -57,11 +57,16 @@ class PPOConfig:
         "reinforce_plus_plus_baseline), or the rewards alone (reinforce_plus_plus)",
         "gae",
     )
+    loss: Literal["ppo", "gspo", "cispo"] = key(
+        "what the actor minimises: each token's ratio clipped (ppo), each response's (gspo), or log-probabilities "
+        "weighted by the clipped ratio (cispo)",
+        "ppo",
+    )
     gamma: float = key("discount", 1.0, at_least=0, at_most=1)
     lam: float = key("lambda of generalised advantage estimation", 0.95, at_least=0, at_most=1)
     clip: float = key("ratio clipping below: 1 - clip", 0.2, above=0, at_most=1)
     clip_high: float | None = key("ratio clipping above: 1 + clip_high; null: the same as clip", None, above=0)
-    dual_clip: float | None = key("bound of the ratio where advantages are negative; null: none", 3.0, above=1)
+    dual_clip: float | None = key("bound of loss ppo's ratio where advantages are negative; null: none", 3.0, above=1)
     value_clip: float | None = key("clipping of value changes; null: none", 0.2, above=0)
     entropy_coef: float = key("coefficient of the entropy bonus", 0.0, at_least=0)
     whiten_advantages: bool | None = key(

@@ -1,4 +1,4 @@
-"""PPO's losses, per token and unreduced, and the weights that reduce them over a whole mini-batch.
+"""The critic's loss, per token and unreduced, and the weights that reduce any loss over a whole mini-batch.
 
 A mini-batch is spread over data-parallel ranks and cut into micro-batches, so no loss function here takes a mean. The
 loss of the mini-batch is the sum, over all its tokens wherever they are, of `aggregation_weights` times the loss of the
@@ -12,74 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megappo.ppo.kl import MAX_LOG_RATIO
-
 AGGREGATIONS = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean")
-
-
-def policy_loss(
-    logprobs_n: Tensor,
-    old_logprobs_n: Tensor,
-    advantages_n: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped surrogate, negated to be minimised, per token.
-
-    With ratio = exp(logprobs - old_logprobs):
-
-    - max(-A ratio, -A clip(ratio, 1 - clip_low, 1 + clip_high)): Schulman et al. (arXiv:1707.06347), equation 7; the
-      two separate bounds are DAPO's clip-higher (arXiv:2503.14476, equation 10).
-    - where A < 0, at most -A dual_clip: Ye et al. (arXiv:1912.09729), equation 5. It bounds the one case that the first
-      clip leaves open, a large ratio at a negative advantage.
-
-    The log-ratio is clamped to [-20, 20] before exp, so that one broken token cannot make the loss infinite; outside,
-    the token has no gradient.
-
-    Args:
-        logprobs_n: of the policy being trained, nats; the gradient flows through it.
-        old_logprobs_n: of the policy that generated the tokens, nats.
-        advantages_n: advantages.
-        clip_low: 0 <= clip_low < 1.
-        clip_high: >= 0.
-        dual_clip: > 1, or None to leave it out.
-
-    Returns:
-        (loss_n, stats): stats are detached tensors of the same shape: `clipped` (1 where the clip raised the loss,
-        verl's pg_clipfrac), `clipped_lower` (1 where the dual clip lowered it, verl's pg_clipfrac_lower), `approx_kl`
-        (old - new, unclamped), `ratio`.
-
-    Raises:
-        ValueError: if a clip is out of its range.
-    """
-    if not 0 <= clip_low < 1:
-        raise ValueError(f"clip_low is {clip_low}; it must lie in [0, 1)")
-    if clip_high < 0:
-        raise ValueError(f"clip_high is {clip_high}; it must be >= 0")
-    if dual_clip is not None and dual_clip <= 1:
-        raise ValueError(f"dual_clip is {dual_clip}; it must be > 1, or None to leave it out")
-
-    log_ratio_n = logprobs_n - old_logprobs_n
-    ratio_n = log_ratio_n.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    unclipped_n = -advantages_n * ratio_n
-    clipped_n = -advantages_n * ratio_n.clamp(1 - clip_low, 1 + clip_high)
-    loss_n = torch.maximum(unclipped_n, clipped_n)
-
-    clipped_lower_n = torch.zeros_like(loss_n, dtype=torch.bool)
-    if dual_clip is not None:
-        ceiling_n = -advantages_n * dual_clip
-        clipped_lower_n = (advantages_n < 0) & (loss_n > ceiling_n)
-        loss_n = torch.where(clipped_lower_n, ceiling_n, loss_n)
-
-    stats = {
-        "clipped": (clipped_n > unclipped_n).to(loss_n.dtype),
-        "clipped_lower": clipped_lower_n.to(loss_n.dtype),
-        "approx_kl": -log_ratio_n.detach(),
-        "ratio": ratio_n.detach(),
-    }
-    return loss_n, stats
 
 
 def value_loss(

@@ -10,7 +10,8 @@ import torch
 from megappo.config import PPOConfig
 from megappo.models.language_head import LanguageHead, Statistics
 from megappo.ppo.kl import kl_estimate
-from megappo.ppo.losses import aggregation_weights, policy_loss, value_loss
+from megappo.ppo.losses import aggregation_weights, value_loss
+from megappo.ppo.policy_losses import Stats, cispo_loss, gspo_loss, ppo_loss, sequence_log_ratio
 from megappo.workers.settings import Totals
 
 if TYPE_CHECKING:  # the driver makes objectives too, and imports no Megatron
@@ -41,7 +42,7 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class ActorObjective:
-    """Clipped surrogate, less an entropy bonus, plus a KL loss where configured."""
+    """The policy's loss, less an entropy bonus, plus a KL loss where configured."""
 
     ppo: PPOConfig
     temperature: float
@@ -56,12 +57,20 @@ class ActorObjective:
         self, output_th: torch.Tensor, micro: MicroBatch, totals: Totals, policy: Policy
     ) -> tuple[torch.Tensor, Statistics]:
         weights_n = _token_weights(micro, totals, self.ppo.aggregation)
+        hidden_nh, columns = output_th[micro.rows_n], dict(micro.columns)
+        if self.ppo.loss == "gspo":
+            # A sequence's ratio takes all of its tokens, while the loss sees a chunk of them at a time: so they pass
+            # through the head (and the head only) once before.
+            logprobs_n, _ = policy.head.logprobs(
+                hidden_nh, micro.targets_n, temperature=self.temperature, with_entropy=False
+            )
+            columns["sequence_log_ratio"] = sequence_log_ratio(logprobs_n - columns["logprobs"], micro.lengths_b)
 
         def loss(logprobs_c: torch.Tensor, entropies_c: torch.Tensor, which: slice) -> tuple[torch.Tensor, Statistics]:
-            data = {name: values_n[which] for name, values_n in micro.columns.items()}
+            data = {name: values_n[which] for name, values_n in columns.items()}
             return self._loss(logprobs_c, entropies_c, data, weights_n[which], totals)
 
-        return policy.head.loss(output_th[micro.rows_n], micro.targets_n, loss, temperature=self.temperature)
+        return policy.head.loss(hidden_nh, micro.targets_n, loss, temperature=self.temperature)
 
     def _loss(
         self,
@@ -72,14 +81,7 @@ class ActorObjective:
         totals: Totals,
     ) -> tuple[torch.Tensor, Statistics]:
         ppo = self.ppo
-        surrogate_n, stats = policy_loss(
-            logprobs_n,
-            data["logprobs"],
-            data["advantages"],
-            clip_low=ppo.clip,
-            clip_high=ppo.clip if ppo.clip_high is None else ppo.clip_high,
-            dual_clip=ppo.dual_clip,
-        )
+        surrogate_n, stats = self._surrogate(logprobs_n, data)
         if "correction" in data:
             surrogate_n = data["correction"] * surrogate_n
         loss_n, losses = surrogate_n, {"actor/pg_loss": surrogate_n}
@@ -101,6 +103,16 @@ class ActorObjective:
             losses["actor/kl_loss"] = kl_n
         sums = {**_sums(losses, weights_n), **_means(measured, totals)}
         return (weights_n * loss_n).sum(), sums
+
+    def _surrogate(self, logprobs_n: torch.Tensor, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Stats]:
+        ppo, old_n, advantages_n = self.ppo, data["logprobs"], data["advantages"]
+        low, high = ppo.clip, ppo.clip if ppo.clip_high is None else ppo.clip_high
+        if ppo.loss == "gspo":
+            ratio_n = data["sequence_log_ratio"]
+            return gspo_loss(logprobs_n, old_n, advantages_n, ratio_n, clip_low=low, clip_high=high)
+        if ppo.loss == "cispo":
+            return cispo_loss(logprobs_n, old_n, advantages_n, clip_low=low, clip_high=high)
+        return ppo_loss(logprobs_n, old_n, advantages_n, clip_low=low, clip_high=high, dual_clip=ppo.dual_clip)
 
 
 @dataclass(frozen=True)
