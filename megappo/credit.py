@@ -17,6 +17,7 @@ from megappo.ppo import estimators
 from megappo.ppo.advantages import gae, token_rewards_bt, whiten
 from megappo.ppo.correction import truncated_weights
 from megappo.ppo.kl import KLController, kl_estimate
+from megappo.ppo.shaping import overlong_penalty
 
 GROUPED = {
     "grpo": estimators.grpo,
@@ -35,31 +36,39 @@ class Credit:
             ``correction``, ragged float32 over response tokens.
         mean_kl: estimated KL to the reference per response, in nats; 0 without a reference.
         mean_token_kl: the same per token.
+        mean_overlong: mean of what was taken off the scores for length; 0 where that is not configured.
     """
 
     table: pa.Table
     mean_kl: float
     mean_token_kl: float
+    mean_overlong: float = 0.0
 
 
-def assign_credit(rows: pa.Table, ppo: PPOConfig, controller: KLController) -> Credit:
+def assign_credit(rows: pa.Table, ppo: PPOConfig, controller: KLController, *, max_response: int) -> Credit:
     """Token-level rewards (score on the last token, KL penalty on each) and the advantages that follow from them.
 
     Args:
         rows: ``id``, ``score``, ``logprobs``; ``values`` with a critic, ``prompt_index`` where responses to a prompt
-            are compared; ``ref_logprobs`` where a KL term is in use; and ``rollout_logprobs`` where a correction is
-            configured.
+            are compared, ``baseline`` where it is a greedy response's score; ``ref_logprobs`` where a KL term is in
+            use; and ``rollout_logprobs`` where a correction is configured.
         controller: holds the coefficient of the penalty.
+        max_response: tokens that a response may have.
     """
     logprobs_np, mask_np = batch.pad(rows, "logprobs")
     mask_bt = torch.from_numpy(mask_np)
     scores_b = torch.from_numpy(batch.column(rows, "score").astype(np.float32))
+    overlong_b = torch.zeros_like(scores_b)
+    if ppo.overlong is not None:
+        lengths_b = torch.from_numpy(batch.lengths(rows, "logprobs").copy())
+        overlong_b = overlong_penalty(lengths_b, longest=max_response, buffer=ppo.overlong.buffer)
+        overlong_b = ppo.overlong.penalty * overlong_b
     kl_bt = None
     if "ref_logprobs" in rows.column_names:
         reference_bt = torch.from_numpy(batch.pad(rows, "ref_logprobs")[0])
         kl_bt = torch.where(mask_bt, kl_estimate(torch.from_numpy(logprobs_np), reference_bt, ppo.kl.estimator), 0.0)
     penalised = kl_bt if ppo.kl.in_reward else None
-    rewards_bt = token_rewards_bt(scores_b, penalised, mask_bt, controller.coef)
+    rewards_bt = token_rewards_bt(scores_b + overlong_b, penalised, mask_bt, controller.coef)
     columns = {"rewards": rewards_bt, **_advantages(rows, ppo, rewards_bt, mask_bt)}
     if ppo.whitens:
         columns["advantages"] = whiten(columns["advantages"], mask_bt)
@@ -72,6 +81,7 @@ def assign_credit(rows: pa.Table, ppo: PPOConfig, controller: KLController) -> C
         table=pa.table({"id": rows.column("id"), **ragged}),
         mean_kl=0.0 if kl_bt is None else float(kl_bt.sum(1).mean()),
         mean_token_kl=0.0 if kl_bt is None else float(kl_bt.sum() / mask_bt.sum()),
+        mean_overlong=float(overlong_b.mean()),
     )
 
 
@@ -86,4 +96,7 @@ def _advantages(
     if ppo.compares_responses:
         groups_b = torch.from_numpy(batch.column(rows, "prompt_index").copy())
         return {"advantages": GROUPED[ppo.estimator](rewards_bt, mask_bt, groups_b)}
+    if ppo.needs_greedy:
+        baselines_b = torch.from_numpy(batch.column(rows, "baseline").copy())
+        return {"advantages": estimators.remax(rewards_bt, mask_bt, baselines_b)}
     return {"advantages": estimators.reinforce_plus_plus(rewards_bt, mask_bt, ppo.gamma)}

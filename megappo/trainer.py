@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from megappo.cluster.cluster import Cluster
 from megappo.cluster.dataflow import Batch, put_table
+from megappo.collect import Collected, Collector, baseline_column
 from megappo.config import Config
-from megappo.credit import assign_credit
-from megappo.data.order import PromptOrder
+from megappo.credit import Credit, assign_credit
 from megappo.data.requests import make_requests
 from megappo.layout.flops import peak_tflops
 from megappo.ppo.balance import mini_batches
@@ -59,21 +60,18 @@ def train(config: Config) -> bool:
 
 
 class Trainer:
-    """State of the loop: the step and the KL controller. All else is in the workers or follows from the step."""
+    """State of the loop: the step, the place in the data and the KL controller. All else is in the workers."""
 
     def __init__(self, config: Config, run: Run, cluster: Cluster, stop: StopRequest | None = None) -> None:
         self.config, self.run, self.cluster = config, run, cluster
         self.stop = stop or StopRequest()
-        self.step = 0
+        self.step = self.position = 0
         self.prediction = Prediction(config, cluster.device_name)
         kl = config.ppo.kl
         self.controller = KLController(kl.coef, kl.target, kl.horizon)
-        self.order = PromptOrder(
-            len(run.train_prompts), config.data.prompts_per_step, config.run.seed, config.data.shuffle
-        )
-        rollout, length = config.roles.rollout, config.data.max_response
-        self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, length)
-        self.validation_sampling = Sampling(rollout.validation_temperature, 1.0, -1, length)
+        self.collector = Collector(config, cluster, run.train_prompts)
+        temperature = config.roles.rollout.validation_temperature
+        self.validation_sampling = Sampling(temperature, 1.0, -1, config.data.max_response)
 
     def train_step(self) -> bool:
         """One step, with validation and checkpoint where they are due; in the end it is in the log.
@@ -83,12 +81,12 @@ class Trainer:
         config, began = self.config, time.time()
         self.cluster.calls.spans.clear()
 
-        batch = self.generate()
+        collected = self.collector.collect(self.step, self.position)
         self.cluster.rest_engines()
-        batch = self.evaluate(batch)
+        batch = self.evaluate(collected)
         evaluated = time.time()
         rows = batch.read("logprobs", "score", *self.further_columns)
-        credit = assign_credit(rows, config.ppo, self.controller)
+        credit = assign_credit(rows, config.ppo, self.controller, max_response=config.data.max_response)
         batch = batch.with_columns([put_table(credit.table)])
         credited = time.time()
         trained = self.update(batch)
@@ -98,13 +96,13 @@ class Trainer:
             **trained,
             "perf/sync_bytes": sync_bytes,
             **self.run.keep(self.step + 1, batch),
-            "actor/reward_kl_penalty": credit.mean_token_kl,
-            "actor/reward_kl_penalty_coeff": self.controller.coef,
+            **collected.metrics,
+            **self.credit_metrics(credit),
             "training/global_step": self.step + 1,
-            "training/epoch": self.order.epoch(self.step),
+            "training/epoch": self.collector.order.epoch(self.position),
         }
         self.controller = self.controller.updated(credit.mean_kl, len(batch.ids))
-        self.step += 1
+        self.step, self.position = self.step + 1, collected.position
         step_s = time.time() - began
         metrics |= time_metrics(self.cluster.calls.spans, step_s)
         metrics |= {"timing_s/adv": credited - evaluated, "timing_s/step": step_s, "perf/time_per_step": step_s}
@@ -133,40 +131,36 @@ class Trainer:
         """What credit assignment reads beside the essentials, as configured."""
         values = ("values",) if self.cluster.critic is not None else ()
         groups = ("prompt_index",) if self.config.ppo.compares_responses else ()
+        greedy = ("baseline",) if self.config.ppo.needs_greedy else ()
         reference = ("ref_logprobs",) if self.cluster.reference is not None else ()
         correction = ("rollout_logprobs",) if self.config.ppo.correction.level != "off" else ()
-        return (*values, *groups, *reference, *correction)
+        return (*values, *groups, *greedy, *reference, *correction)
 
-    def generate(self) -> Batch:
-        """Sample responses to the step's prompts."""
-        indices = self.order.step(self.step)
-        samples = self.config.roles.rollout.samples_per_prompt
-        requests = make_requests(self.run.train_prompts, indices, samples)
-        (batch,) = self.cluster.gather(
-            self.cluster.rollout.generate(
-                put_table(requests.table),
-                requests.prompt_tokens,
-                self.sampling,
-                samples=samples,
-                seed=(self.config.run.seed, self.step),
-                version=self.step,
-            )
-        )
-        return batch
+    def credit_metrics(self, credit: Credit) -> Metrics:
+        """What the rewards were made of."""
+        overlong = {} if self.config.ppo.overlong is None else {"reward/overlong_penalty/mean": credit.mean_overlong}
+        return {
+            "actor/reward_kl_penalty": credit.mean_token_kl,
+            "actor/reward_kl_penalty_coeff": self.controller.coef,
+            **overlong,
+        }
 
-    def evaluate(self, batch: Batch) -> Batch:
+    def evaluate(self, collected: Collected) -> Batch:
         """Scores, log-probabilities of actor and reference, and values: all pools at the same time."""
         cluster, temperature = self.cluster, self.config.roles.rollout.temperature
-        pending = [
-            cluster.reward.score(batch),
-            cluster.actor.score("logprobs", batch, column="logprobs", temperature=temperature),
-        ]
+        batch, greedy = collected.batch, collected.greedy
+        pending = [cluster.actor.score("logprobs", batch, column="logprobs", temperature=temperature)]
+        if not collected.scored:
+            pending.append(cluster.reward.score(batch))
         if cluster.critic is not None:
             pending.append(cluster.critic.score("values", batch))
         if cluster.reference is not None:
             options = {"column": "ref_logprobs", "temperature": temperature}
             pending.append(cluster.reference.score("logprobs", batch, **options))
-        return batch.with_columns(*cluster.gather(*pending))
+        if greedy is None:
+            return batch.with_columns(*cluster.gather(*pending))
+        *columns, scores = cluster.gather(*pending, cluster.reward.score(greedy))
+        return batch.with_columns(*columns, baseline_column(batch.ids, greedy.with_columns(scores)))
 
     def update(self, batch: Batch) -> Metrics:
         """All epochs of mini-batches for critic and actor, which train at the same time."""
@@ -232,8 +226,13 @@ class Trainer:
         cluster = self.cluster
         with cluster.everything_loaded(self.step), self.run.checkpoints.writing(self.step) as folder:
             cluster.gather(*(group.save(str(folder / role)) for role, group in cluster.trained.items()))
-            self.run.checkpoints.write_state(folder, {"step": self.step, "kl_coef": self.controller.coef})
+            self.run.checkpoints.write_state(folder, self.state)
             self.run.log(self.step, {**metrics, "timing_s/save_checkpoint": time.time() - began})
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the workers' states."""
+        return {"step": self.step, "position": self.position, "kl_coef": self.controller.coef}
 
     def resume(self) -> None:
         """Go on from the last complete checkpoint, if there is one; and fill the engines with the actor's weights."""
@@ -242,7 +241,7 @@ class Trainer:
             cluster = self.cluster
             cluster.gather(*(group.load(str(latest / role)) for role, group in cluster.trained.items()))
             state = self.run.checkpoints.read_state(latest)
-            self.step = state["step"]
+            self.step, self.position = state["step"], state["position"]
             if self.controller.target is not None:  # a fixed coefficient is the configuration's, also if it changed
                 self.controller = replace(self.controller, coef=state["kl_coef"])
         self.run.start_log(self.step if latest is not None else None)

@@ -68,6 +68,15 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
         "ppo.estimator: grpo compares the responses to a prompt, and roles.rollout.samples_per_prompt is 1: give at "
         "least 2",
     ),
+    "nothing to tell apart": (
+        ("ppo.dynamic_sampling={}", "roles.rollout.samples_per_prompt=1", "ppo.mini_batch=8"),
+        "ppo.dynamic_sampling: one response to a prompt always equals itself, and roles.rollout.samples_per_prompt is "
+        "1: give at least 2, or null here",
+    ),
+    "a penalty longer than responses": (
+        ("ppo.overlong.buffer=17",),
+        "ppo.overlong.buffer: 17 is more than the 16 tokens of data.max_response: lower it",
+    ),
     "eight bits on CPU": (
         ("roles.critic.fp8=tensorwise",),
         "roles.critic.fp8: tensorwise needs CUDA and bfloat16, not run.device cpu and run.dtype bfloat16: set none, or "

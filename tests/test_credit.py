@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from megappo.config import KLConfig, PPOConfig
-from megappo.credit import assign_credit
+from megappo.config import KLConfig, OverlongConfig, PPOConfig
+from megappo.credit import Credit, assign_credit
 from megappo.data import batch
 from megappo.ppo.kl import KLController
 
@@ -34,12 +34,16 @@ def by_hand() -> pa.Table:
     )
 
 
+def credit_of(rows: pa.Table, ppo: PPOConfig, controller: KLController) -> Credit:
+    return assign_credit(rows, ppo, controller, max_response=4)
+
+
 def lists(table: pa.Table, name: str) -> list[list[float]]:
     return [row.tolist() for row in batch.split_rows(table, name)]
 
 
 def test_worked_by_hand() -> None:
-    credit = assign_credit(by_hand(), PPO, FIXED)
+    credit = credit_of(by_hand(), PPO, FIXED)
     assert batch.column(credit.table, "id").tolist() == [7, 3]
     # The penalty -0.1 k1 on every token, and the score on the last one of each row.
     np.testing.assert_allclose(batch.flat(credit.table, "rewards"), [-0.1, 0.2, 2.0, -1.4], rtol=1e-6)
@@ -68,7 +72,7 @@ def test_without_a_critic() -> None:
 
     def advantages(estimator: str) -> list[float]:
         ppo = replace(PPO, estimator=estimator, whiten_advantages=None)  # type: ignore[arg-type]
-        table = assign_credit(rows, ppo, FIXED).table
+        table = credit_of(rows, ppo, FIXED).table
         assert "returns" not in table.column_names
         return batch.flat(table, "advantages").tolist()
 
@@ -84,9 +88,23 @@ def test_without_a_critic() -> None:
     assert advantages("reinforce_plus_plus_baseline") == pytest.approx(white, abs=1e-5)
 
 
+def test_remax_takes_the_greedy_responses_score_off() -> None:
+    rows = by_hand().append_column("baseline", pa.array([0.5, -2.0], pa.float32()))
+    table = credit_of(rows, replace(PPO, estimator="remax"), FIXED).table
+    # The rewards to come, -0.1 + 0.2 + 2, 0.2 + 2, 2 and -1.4, less 0.5 and -2.
+    np.testing.assert_allclose(batch.flat(table, "advantages"), [1.6, 1.7, 1.5, 0.6], rtol=1e-6)
+
+
+def test_long_responses_are_charged_on_their_last_token() -> None:
+    ppo = replace(PPO, overlong=OverlongConfig(buffer=2, penalty=3.0), kl=KLConfig(in_reward=False, loss_coef=0.1))
+    credit = credit_of(by_hand(), ppo, FIXED)  # of 4 tokens, the first row has 3
+    assert lists(credit.table, "rewards") == [[0.0, 0.0, 2.0 - 3.0 / 2], [-1.0]]
+    assert credit.mean_overlong == -0.75
+
+
 def test_whitening_is_over_all_tokens_and_leaves_returns_alone() -> None:
-    plain = assign_credit(by_hand(), PPO, FIXED)
-    white = assign_credit(by_hand(), replace(PPO, whiten_advantages=True), FIXED)
+    plain = credit_of(by_hand(), PPO, FIXED)
+    white = credit_of(by_hand(), replace(PPO, whiten_advantages=True), FIXED)
     a = batch.flat(plain.table, "advantages")
     np.testing.assert_allclose(
         batch.flat(white.table, "advantages"), (a - a.mean()) / np.sqrt(a.var(ddof=1) + 1e-8), rtol=1e-5
@@ -96,20 +114,20 @@ def test_whitening_is_over_all_tokens_and_leaves_returns_alone() -> None:
 
 
 def test_without_a_reference_the_reward_is_the_score() -> None:
-    credit = assign_credit(by_hand().drop_columns(["ref_logprobs"]), PPO, FIXED)
+    credit = credit_of(by_hand().drop_columns(["ref_logprobs"]), PPO, FIXED)
     assert lists(credit.table, "rewards") == [[0.0, 0.0, 2.0], [-1.0]]
     assert (credit.mean_kl, credit.mean_token_kl) == (0.0, 0.0)
 
 
 def test_kl_loss_alone_is_observed_but_not_charged() -> None:
-    credit = assign_credit(by_hand(), replace(PPO, kl=KLConfig(in_reward=False, loss_coef=0.1)), FIXED)
+    credit = credit_of(by_hand(), replace(PPO, kl=KLConfig(in_reward=False, loss_coef=0.1)), FIXED)
     assert lists(credit.table, "rewards") == [[0.0, 0.0, 2.0], [-1.0]]
     assert credit.mean_kl == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize(("estimator", "kl"), [("k1", [1, -2, 0, 4]), ("k2", [0.5, 2, 0, 8])])
 def test_estimator_is_the_configured_one(estimator: str, kl: list[float]) -> None:
-    credit = assign_credit(by_hand(), replace(PPO, kl=KLConfig(estimator=estimator)), FIXED)
+    credit = credit_of(by_hand(), replace(PPO, kl=KLConfig(estimator=estimator)), FIXED)
     assert credit.mean_kl == pytest.approx(sum(kl) / 2)
 
 
@@ -126,6 +144,6 @@ def test_a_row_does_not_depend_on_the_others() -> None:
             },
         }
     )
-    together = assign_credit(table, PPO, FIXED).table
+    together = credit_of(table, PPO, FIXED).table
     for row in range(5):
-        assert assign_credit(table.slice(row, 1), PPO, FIXED).table.equals(together.slice(row, 1).combine_chunks())
+        assert credit_of(table.slice(row, 1), PPO, FIXED).table.equals(together.slice(row, 1).combine_chunks())

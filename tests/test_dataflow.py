@@ -90,3 +90,21 @@ def test_a_missing_row_is_named(batch: Batch, store: Store) -> None:
     short = batch.with_columns([put_table(table([1, 2, 4], score=[1.0, 2.0, 4.0]))])
     with pytest.raises(KeyError, match="id 3"):
         short.read("score")
+
+
+def test_rows_of_several_batches(batch: Batch) -> None:
+    """Rounds of a step: their tables are read as one, and only the rows that were taken."""
+    more = [put_table(table([11, 12], prompt=["k", "l"])), put_table(table([12, 11], response=["L", "K"]))]
+    more.append(put_table(table([11, 12], values=[11.0, 12.0])))
+    other = Batch(np.array([11, 12]), np.array([9, 4]), np.array([6, 1]), tuple((ref,) for ref in more))
+    rows = Batch.joined([batch, other]).take(np.array([12, 3, 1]))
+    assert (rows.tokens.tolist(), rows.response_tokens.tolist()) == ([4, 7, 5], [1, 4, 2])
+    read = rows.read("prompt", "response", "values").to_pydict()
+    assert read == {
+        "id": [12, 3, 1],
+        "prompt": ["l", "c", "a"],
+        "response": ["L", "C", "A"],
+        "values": [12.0, 3.0, 1.0],
+    }
+    with pytest.raises(KeyError, match="row 13 is not in the batch"):
+        rows.take(np.array([1, 13]))

@@ -121,7 +121,7 @@ def test_a_worker_that_raises_is_named_with_its_traceback(session: Session, tmp_
 def test_a_worker_that_does_not_answer_is_named(session: Session) -> None:
     cluster = session.cluster
     stopped = session.pid("train-rank1.log")
-    batch = session.trainer.generate()
+    batch = session.trainer.collector.collect(session.trainer.step, session.trainer.position)
     usual, cluster.calls.timeout_s = cluster.calls.timeout_s, 2.0
     os.kill(stopped, signal.SIGSTOP)
     began = time.monotonic()

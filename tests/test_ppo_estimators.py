@@ -47,6 +47,14 @@ def test_reinforce_plus_plus_discounts_over_real_tokens_only() -> None:
     torch.testing.assert_close(found, expected)
 
 
+def test_remax_subtracts_what_the_greedy_response_got() -> None:
+    found = estimators.remax(REWARDS, MASK, torch.tensor([0.5, 2.0, 4.0, -1.0]))
+    expected = torch.tensor(
+        [[1.0 - 0.5, 0, 0.5 - 0.5], [2.0 - 2, 2.0 - 2, 0], [6.0 - 4, 5.0 - 4, 3.0 - 4], [5.0, 0, 0]]
+    )
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("function", [estimators.grpo, estimators.dr_grpo, estimators.rloo])
 def test_groups_are_found_in_any_order_and_nan_outside_the_mask_does_not_matter(function) -> None:  # type: ignore[no-untyped-def]
     order = torch.tensor([3, 1, 0, 2])

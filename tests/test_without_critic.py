@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 from small_run import CONFIG, Command, make_run_folder
 
 from megappo.data import batch
@@ -46,3 +48,26 @@ def test_group_relative_run(tmp_path: Path) -> None:
     assert not [name for name in metrics if name.startswith(("critic/v", "timing_s/val"))]
     kept = folder / "run" / "checkpoints" / "step_3"
     assert sorted(path.name for path in kept.iterdir() if path.is_dir()) == ["actor"]
+    dapo_goes_on(folder)
+
+
+def dapo_goes_on(folder: Path) -> None:
+    """Prompts whose answers end in 7 fail and score 0 three times over; dynamic sampling takes others instead."""
+    options = ("ppo.dynamic_sampling.max_rounds=9", "ppo.overlong.buffer=4", "ppo.loss=gspo", "run.keep_checkpoints=9")
+    command = Command(folder, "run.steps=5", "run.validate_every=0", *options)
+    assert command.wait() == 0, command.text
+    position = 3 * 7
+    for step in (4, 5):
+        rows = pq.read_table(folder / "run" / "rollouts" / f"step_{step}.parquet")
+        scores = batch.column(rows, "score").reshape(7, 3)
+        assert (scores.min(axis=1) < scores.max(axis=1)).all()
+        assert not any(rows.column("failed").to_pylist())
+        over = np.clip(batch.lengths(rows, "response_ids") - 5, 0, 4) / 4  # of 9 tokens, the last 4
+        rewards = [row.sum() for row in batch.split_rows(rows, "rewards")]
+        np.testing.assert_allclose(rewards, scores.reshape(-1) - over, atol=1e-6)
+        metrics = read_log(folder / "run")[step]["metrics"]
+        assert metrics["reward/overlong_penalty/mean"] == pytest.approx(-over.mean())
+        position += int(metrics["train/sampled_prompts"])
+        assert metrics["train/informative_prompts"] >= 7 and metrics["train/num_gen_batches"] <= 9
+    state = json.loads((folder / "run" / "checkpoints" / "step_5" / "trainer.json").read_text())
+    assert state["position"] == position > 5 * 7

@@ -61,6 +61,16 @@ def ppo_findings(config: Config) -> Iterator[str]:
             f"ppo.estimator: {ppo.estimator} compares the responses to a prompt, and "
             f"roles.rollout.samples_per_prompt is {rollout.samples_per_prompt}: give at least 2"
         )
+    if ppo.dynamic_sampling is not None and rollout.samples_per_prompt < 2:
+        yield (
+            "ppo.dynamic_sampling: one response to a prompt always equals itself, and "
+            "roles.rollout.samples_per_prompt is 1: give at least 2, or null here"
+        )
+    if ppo.overlong is not None and ppo.overlong.buffer > config.data.max_response:
+        yield (
+            f"ppo.overlong.buffer: {ppo.overlong.buffer} is more than the {config.data.max_response} tokens of "
+            "data.max_response: lower it"
+        )
     if ppo.loss == "gspo":
         yield from _gspo_findings(ppo)
     if ppo.critic_warmup >= config.run.steps:

@@ -86,6 +86,29 @@ class Batch:
         """The batch with more columns; each part's tables hold all rows between them."""
         return replace(self, parts=(*self.parts, *(tuple(part) for part in parts)))
 
+    def take(self, ids: np.ndarray) -> Batch:
+        """Only the rows with these ids, in their order; their tables stay as they are.
+
+        Raises:
+            KeyError: a row that is not in the batch.
+        """
+        order = np.argsort(self.ids, kind="stable")
+        at = np.searchsorted(self.ids[order], ids)
+        at = order[np.minimum(at, len(order) - 1)]
+        if (self.ids[at] != ids).any():
+            raise KeyError(f"row {ids[self.ids[at] != ids][0]} is not in the batch")
+        return Batch(ids, self.tokens[at], self.response_tokens[at], self.parts)
+
+    @staticmethod
+    def joined(batches: Sequence[Batch]) -> Batch:
+        """The rows of several batches with the same columns and different ids."""
+        return Batch(
+            np.concatenate([batch.ids for batch in batches]),
+            np.concatenate([batch.tokens for batch in batches]),
+            np.concatenate([batch.response_tokens for batch in batches]),
+            tuple(sum(parts, ()) for parts in zip(*(batch.parts for batch in batches), strict=True)),
+        )
+
     def select(self, columns: Sequence[str], ids: np.ndarray | None = None) -> Selection:
         """Some columns of some rows (all by default), without fetching anything."""
         ids = self.ids if ids is None else ids

@@ -4,7 +4,15 @@ Batch sizes count responses over all ranks; nothing is multiplied or divided beh
 """
 
 from megappo.config.file import Config, ConfigError, describe_config, dump_config, load_config
-from megappo.config.ppo import CorrectionConfig, KLConfig, KLEstimator, OptimizerConfig, PPOConfig
+from megappo.config.ppo import (
+    CorrectionConfig,
+    DynamicSamplingConfig,
+    KLConfig,
+    KLEstimator,
+    OptimizerConfig,
+    OverlongConfig,
+    PPOConfig,
+)
 from megappo.config.roles import (
     Carrier,
     MegatronRoleConfig,
@@ -25,11 +33,13 @@ __all__ = [
     "ConfigError",
     "CorrectionConfig",
     "DataConfig",
+    "DynamicSamplingConfig",
     "KLConfig",
     "KLEstimator",
     "MegatronRoleConfig",
     "Offload",
     "OptimizerConfig",
+    "OverlongConfig",
     "PPOConfig",
     "PoolConfig",
     "Recompute",

@@ -9,7 +9,7 @@ from megappo.strict_yaml import key
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
-Estimator = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+Estimator = Literal["gae", "grpo", "dr_grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,23 @@ class CorrectionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OverlongConfig:
+    """A penalty on the score that grows over the last tokens before data.max_response, as DAPO's."""
+
+    buffer: int = key("tokens before data.max_response over which the penalty grows", at_least=1)
+    penalty: float = key("the penalty at data.max_response", 1.0, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSamplingConfig:
+    """Prompts whose responses all score the same are replaced by further ones, as DAPO's."""
+
+    max_rounds: int = key(
+        "rounds of sampling in one step; what is missing then is filled up with such prompts", 10, at_least=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     weight_decay: float = key("AdamW's weight decay", 0.01, at_least=0)
     beta1: float = key("AdamW's first decay rate", 0.9, at_least=0, below=1)
@@ -54,7 +71,7 @@ class OptimizerConfig:
 class PPOConfig:
     estimator: Estimator = key(
         "where advantages come from: a critic (gae), the other responses to the prompt (grpo, dr_grpo, rloo, "
-        "reinforce_plus_plus_baseline), or the rewards alone (reinforce_plus_plus)",
+        "reinforce_plus_plus_baseline), a greedy response to it (remax), or the rewards alone (reinforce_plus_plus)",
         "gae",
     )
     loss: Literal["ppo", "gspo", "cispo"] = key(
@@ -80,6 +97,10 @@ class PPOConfig:
     critic_warmup: int = key("first steps in which only the critic trains", 0, at_least=0)
     actor_lr: float = key("peak learning rate of the actor", at_least=0)
     critic_lr: float | None = key("peak learning rate of the critic", None, at_least=0)
+    overlong: OverlongConfig | None = key("penalty on responses near data.max_response; null: none", None)
+    dynamic_sampling: DynamicSamplingConfig | None = key(
+        "train on prompts whose responses differ in score only; null: on all", None
+    )
     kl: KLConfig = key("KL against the reference", KLConfig())
     correction: CorrectionConfig = key("correction of off-policy responses", CorrectionConfig())
     optimizer: OptimizerConfig = key("AdamW and its schedule", OptimizerConfig())
@@ -92,7 +113,12 @@ class PPOConfig:
     @property
     def compares_responses(self) -> bool:
         """Whether advantages come from several responses to a prompt."""
-        return self.estimator not in ("gae", "reinforce_plus_plus")
+        return self.estimator not in ("gae", "remax", "reinforce_plus_plus")
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether advantages take a greedy response to each prompt."""
+        return self.estimator == "remax"
 
     @property
     def whitens(self) -> bool:

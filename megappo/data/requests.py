@@ -16,7 +16,7 @@ class Requests:
     """Prompts to generate from, one row a response.
 
     Attributes:
-        table: ``id`` (int64, the row's own position) and the columns of the prompts.
+        table: ``id`` (int64, ascending one by one) and the columns of the prompts.
         prompt_tokens: length of each prompt, int64.
     """
 
@@ -24,8 +24,8 @@ class Requests:
     prompt_tokens: np.ndarray
 
 
-def make_requests(prompts: PromptSet, indices: np.ndarray, samples: int) -> Requests:
+def make_requests(prompts: PromptSet, indices: np.ndarray, samples: int, first_id: int = 0) -> Requests:
     """``samples`` rows, next to each other, for each prompt of ``indices``, int64 [n]."""
     table = prompts.rows(np.repeat(indices, samples))
-    table = table.append_column("id", pa.array(np.arange(table.num_rows), pa.int64()))
+    table = table.append_column("id", pa.array(first_id + np.arange(table.num_rows), pa.int64()))
     return Requests(table, batch.lengths(table, "prompt_ids"))

@@ -67,6 +67,19 @@ def reinforce_plus_plus(rewards_bt: Tensor, mask_bt: Tensor, gamma: float) -> Te
     return torch.where(mask_bt, out_tb.T, 0.0).to(rewards_bt.dtype)
 
 
+def remax(rewards_bt: Tensor, mask_bt: Tensor, baselines_b: Tensor) -> Tensor:
+    """A_t = r_t + r_{t+1} + ... - b: the reward from token t on, less that of the greedy response to the same prompt.
+
+    ReMax, Li et al. (arXiv:2310.10505, section 4). Where the reward is the score on the last token alone, that is
+    R - b for every token, as in the paper.
+
+    Args:
+        baselines_b: [b] float, the score of the greedy response to each row's prompt.
+    """
+    later_bt = reinforce_plus_plus(rewards_bt.double(), mask_bt, 1.0)
+    return torch.where(mask_bt.bool(), later_bt - baselines_b.double()[:, None], 0.0).to(rewards_bt.dtype)
+
+
 def _totals(rewards_bt: Tensor, mask_bt: Tensor) -> Tensor:
     """[b] float64: each response's reward."""
     return torch.where(mask_bt.bool(), rewards_bt.double(), 0.0).sum(1)
