@@ -13,6 +13,7 @@ import torch
 
 from megappo.config import PPOConfig
 from megappo.data import batch
+from megappo.data.loss_mask import flat_mask
 from megappo.ppo import estimators
 from megappo.ppo.advantages import gae, token_rewards_bt, whiten
 from megappo.ppo.correction import truncated_weights
@@ -34,12 +35,14 @@ class Credit:
     Attributes:
         table: ``id``, ``rewards``, ``advantages``, with a critic ``returns`` and, where a correction is configured,
             ``correction``, ragged float32 over response tokens.
+        loss_tokens: int64, tokens of each row that the policy produced.
         mean_kl: estimated KL to the reference per response, in nats; 0 without a reference.
         mean_token_kl: the same per token.
         mean_overlong: mean of what was taken off the scores for length; 0 where that is not configured.
     """
 
     table: pa.Table
+    loss_tokens: np.ndarray
     mean_kl: float
     mean_token_kl: float
     mean_overlong: float = 0.0
@@ -51,11 +54,17 @@ def assign_credit(rows: pa.Table, ppo: PPOConfig, controller: KLController, *, m
     Args:
         rows: ``id``, ``score``, ``logprobs``; ``values`` with a critic, ``prompt_index`` where responses to a prompt
             are compared, ``baseline`` where it is a greedy response's score; ``ref_logprobs`` where a KL term is in
-            use; and ``rollout_logprobs`` where a correction is configured.
+            use; and ``rollout_logprobs`` where a correction is configured. With ``loss_mask``, tokens that the
+            policy did not produce are stepped over, and 0 in every result.
         controller: holds the coefficient of the penalty.
         max_response: tokens that a response may have.
+
+    Raises:
+        LossMaskError: a mask does not fit its response.
     """
-    logprobs_np, mask_np = batch.pad(rows, "logprobs")
+    logprobs_np, real_np = batch.pad(rows, "logprobs")
+    mask_np = real_np.copy()
+    mask_np[real_np] = flat_mask(rows, "logprobs")
     mask_bt = torch.from_numpy(mask_np)
     scores_b = torch.from_numpy(batch.column(rows, "score").astype(np.float32))
     overlong_b = torch.zeros_like(scores_b)
@@ -76,9 +85,10 @@ def assign_credit(rows: pa.Table, ppo: PPOConfig, controller: KLController, *, m
         trained_bt, drawn_bt = torch.from_numpy(logprobs_np), torch.from_numpy(batch.pad(rows, "rollout_logprobs")[0])
         level, threshold = ppo.correction.level, ppo.correction.threshold
         columns["correction"] = truncated_weights(trained_bt, drawn_bt, mask_bt, level=level, threshold=threshold)
-    ragged = {name: batch.unpad(x_bt.float().numpy(), mask_np) for name, x_bt in columns.items()}
+    ragged = {name: batch.unpad(x_bt.float().numpy(), real_np) for name, x_bt in columns.items()}
     return Credit(
         table=pa.table({"id": rows.column("id"), **ragged}),
+        loss_tokens=mask_np.sum(axis=1),
         mean_kl=0.0 if kl_bt is None else float(kl_bt.sum(1).mean()),
         mean_token_kl=0.0 if kl_bt is None else float(kl_bt.sum() / mask_bt.sum()),
         mean_overlong=float(overlong_b.mean()),

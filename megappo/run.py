@@ -17,6 +17,7 @@ from megappo.checkpoints import Checkpoints
 from megappo.cluster.dataflow import Batch
 from megappo.config import Config, dump_config
 from megappo.data import batch as rows_of
+from megappo.data.loss_mask import LOSS_MASK
 from megappo.data.prompts import PromptSet, load_prompts
 from megappo.report.console import Console
 from megappo.report.html import write_report
@@ -161,8 +162,8 @@ class Run:
     def keep(self, step: int, batch: Batch) -> Metrics:
         """Log some of a training batch's responses and, if asked for, dump it whole; returns its metrics."""
         dump = self.config.run.dump_rollouts
-        all_columns = {name for part in batch.parts for name in part[0].columns} - {"id"}
-        needed = {*BATCH_COLUMNS, *SAMPLE_COLUMNS, *FAILURE_COLUMNS} & all_columns
+        all_columns = batch.columns
+        needed = {*BATCH_COLUMNS, LOSS_MASK, *SAMPLE_COLUMNS, *FAILURE_COLUMNS} & all_columns
         rows = batch.read(*sorted(all_columns if dump else needed))
         if dump:
             self._dump.write(step, rows)

@@ -17,6 +17,7 @@ from megappo.cluster.dataflow import Batch, put_table
 from megappo.collect import Collected, Collector, baseline_column
 from megappo.config import Config
 from megappo.credit import Credit, assign_credit
+from megappo.data.loss_mask import LOSS_MASK
 from megappo.data.requests import make_requests
 from megappo.layout.flops import peak_tflops
 from megappo.ppo.balance import mini_batches
@@ -85,9 +86,9 @@ class Trainer:
         self.cluster.rest_engines()
         batch = self.evaluate(collected)
         evaluated = time.time()
-        rows = batch.read("logprobs", "score", *self.further_columns)
+        rows = batch.read("logprobs", "score", *self.further_columns, *({LOSS_MASK} & batch.columns))
         credit = assign_credit(rows, config.ppo, self.controller, max_response=config.data.max_response)
-        batch = batch.with_columns([put_table(credit.table)])
+        batch = replace(batch.with_columns([put_table(credit.table)]), loss_tokens=credit.loss_tokens)
         credited = time.time()
         trained = self.update(batch)
         sync_bytes = self.cluster.sync_weights(version=self.step + 1)

@@ -148,7 +148,7 @@ def test_an_engine_that_is_killed_is_named(session: Session) -> None:
     pending = cluster.rollout.generate(
         put_table(requests.table),
         requests.prompt_tokens,
-        session.trainer.sampling,
+        session.trainer.collector.sampling,
         samples=40,
         seed=(1,),
         version=session.trainer.step,

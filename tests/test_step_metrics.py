@@ -38,6 +38,27 @@ def rows() -> pa.Table:
     )
 
 
+def test_tokens_that_the_policy_did_not_produce_are_in_the_lengths_only() -> None:
+    """The same figures as without them, whatever stands at their places."""
+    mask = pa.array([[1, 0, 1], [1]], pa.list_(pa.int8()))
+    per_token = ("rewards", "advantages", "values", "returns", "logprobs", "rollout_logprobs")
+    masked, cut = rows().append_column("loss_mask", mask), rows()
+    for name in per_token:
+        kept = [[row[0], row[2]] if len(row) == 3 else row.tolist() for row in batch.split_rows(cut, name)]
+        cut = cut.set_column(cut.column_names.index(name), name, ragged(*kept))
+        middle = 0.0 if name == "rewards" else 1e6
+        spoilt = [[kept[0][0], middle, kept[0][1]], kept[1]]
+        masked = masked.set_column(masked.column_names.index(name), name, ragged(*spoilt))
+    cut = cut.set_column(2, "response_ids", pa.array([[5, 7], [8]], pa.list_(pa.int32())))
+    found, expected = batch_metrics(masked, 4, 3), batch_metrics(cut, 4, 3)
+    assert found.pop("response_length/produced_ratio") == 0.75
+    assert found["response_length/mean"] == 2.0
+    lengths = {"response_length/mean", "response_length/max", "perf/total_num_tokens"}
+    assert {k: v for k, v in found.items() if k not in lengths} == {
+        k: v for k, v in expected.items() if k not in lengths
+    }
+
+
 def test_batch_metrics() -> None:
     found = batch_metrics(rows().select(BATCH_COLUMNS), max_prompt=4, max_response=3)
     expected = {

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from ranks import run_ranks
@@ -14,6 +15,7 @@ from tiny import make_model, random_rows
 
 from megappo.config import KLConfig, OptimizerConfig, PPOConfig
 from megappo.data import batch
+from megappo.data.loss_mask import flat_mask, row_counts
 from megappo.layout.mesh import Layout
 
 LAYOUTS = [
@@ -171,8 +173,15 @@ def gain(ppo: PPOConfig, logprobs: torch.Tensor, old: torch.Tensor, advantage: t
     return torch.where(advantage < 0, torch.maximum(clipped, 3.0 * advantage), clipped).mean()
 
 
+def with_mask(rows: pa.Table) -> pa.Table:
+    """With every third response token from elsewhere, but for the first of each response."""
+    mask = [[int(at % 3 != 1) for at in range(n)] for n in batch.lengths(rows, "response_ids")]
+    return rows.append_column("loss_mask", pa.array(mask, pa.list_(pa.int8())))
+
+
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
-def test_actor_loss_and_gradient_norm_equal_plain_torch(folders: dict[bool, str], loss: str) -> None:
+def test_actor_loss_and_gradient_norm_equal_plain_torch(folders: dict[bool, str], loss: str, masked: bool) -> None:
     """The first mini-batch's loss, written out with transformers' model, one row at a time, without packing.
 
     The head takes three tokens at a time, so that no chunk holds whatever a sequence's ratio needs.
@@ -182,7 +191,7 @@ def test_actor_loss_and_gradient_norm_equal_plain_torch(folders: dict[bool, str]
     from megappo.ppo.balance import mini_batches
 
     folder, ppo = folders[False], replace(PPO, loss=loss)  # type: ignore[arg-type]
-    stats = run_ranks(1, first_step, folder, ppo)[0]
+    stats = run_ranks(1, first_step, folder, ppo, masked)[0]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rows = mini_batches(ROWS.num_rows, PPO.mini_batch)[0]
     columns = {name: batch.split_rows(ROWS, name) for name in ROWS.column_names if name != "id"}
@@ -193,6 +202,10 @@ def test_actor_loss_and_gradient_norm_equal_plain_torch(folders: dict[bool, str]
         distribution = torch.distributions.Categorical(logits=logits)
         logprobs = distribution.log_prob(response)
         old, ref, advantage = (torch.tensor(columns[k][row]) for k in ("logprobs", "ref_logprobs", "advantages"))
+        if masked:
+            here = torch.arange(len(response)) % 3 != 1
+            logprobs, old, ref, advantage = logprobs[here], old[here], ref[here], advantage[here]
+            distribution = torch.distributions.Categorical(logits=logits[here])
         gained = gain(ppo, logprobs, old, advantage)
         kl = torch.exp(ref - logprobs) - (ref - logprobs) - 1
         total = total + (-gained + (0.05 * kl - 0.01 * distribution.entropy()).mean()) / len(rows)
@@ -203,7 +216,7 @@ def test_actor_loss_and_gradient_norm_equal_plain_torch(folders: dict[bool, str]
     assert stats["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-def first_step(folder: str, ppo: PPOConfig) -> dict[str, float]:
+def first_step(folder: str, ppo: PPOConfig, masked: bool) -> dict[str, float]:
     from megappo.models import language_head
     from megappo.ppo.balance import mini_batches
     from megappo.workers.megatron_role import MegatronRole
@@ -213,8 +226,11 @@ def first_step(folder: str, ppo: PPOConfig) -> dict[str, float]:
     role = MegatronRole(RoleSettings(folder, Layout(), "float32", 64, False, ppo.optimizer))
     language_head.CHUNK_BYTES = 3 * 4 * role.head.weight_vh.shape[0]
     rows = mini_batches(ROWS.num_rows, PPO.mini_batch)[0]
-    totals = Totals(len(rows), int(batch.lengths(ROWS, "response_ids")[rows].sum()))
+    table = with_mask(ROWS) if masked else ROWS
+    lengths = batch.lengths(ROWS, "response_ids")
+    lengths = row_counts(flat_mask(table, "response_ids"), lengths)
+    totals = Totals(len(rows), int(lengths[rows].sum()))
     mini = MiniBatch(batch.column(ROWS, "id")[rows], totals)
-    stats = role.update(ROWS, [mini], ActorObjective(ppo, 0.8), 1e-3)
+    stats = role.update(table, [mini], ActorObjective(ppo, 0.8), 1e-3)
     assert stats is not None
     return stats

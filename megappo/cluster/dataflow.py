@@ -75,12 +75,24 @@ class Batch:
         tokens: places each row takes in a forward pass (prompt + response - 1), int64; work is balanced by it.
         response_tokens: int64.
         parts: see :class:`Selection`.
+        loss_tokens: response tokens that train, int64; all where it is not given.
     """
 
     ids: np.ndarray
     tokens: np.ndarray
     response_tokens: np.ndarray
     parts: tuple[tuple[TableRef, ...], ...]
+    loss_tokens: np.ndarray | None = None
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Names of all columns but ``id``."""
+        return frozenset(name for part in self.parts for name in part[0].columns) - {"id"}
+
+    @property
+    def trained_tokens(self) -> np.ndarray:
+        """Tokens of each row that a loss is taken of, int64."""
+        return self.response_tokens if self.loss_tokens is None else self.loss_tokens
 
     def with_columns(self, *parts: Sequence[TableRef]) -> Batch:
         """The batch with more columns; each part's tables hold all rows between them."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from megappo.cluster.calls import Calls, Pending, Place, one
 from megappo.cluster.dataflow import Batch, TableRef
+from megappo.data.loss_mask import LOSS_MASK
 from megappo.layout.mesh import Layout
 from megappo.ppo.balance import balanced_partition
 from megappo.workers.settings import MiniBatch, RoleSettings, Sampling, Totals
@@ -70,10 +71,11 @@ class MegatronGroup(Group):
 
         A mini-batch with fewer rows than ranks leaves some ranks without rows, which is fine.
         """
-        columns = ("prompt_ids", "response_ids", *objective.columns)
+        mask = {LOSS_MASK} & batch.columns
+        columns = ("prompt_ids", "response_ids", *objective.columns, *mask)
         steps: list[list[MiniBatch]] = [[] for _ in range(self.layout.dp)]
         for rows in mini_batches:
-            totals = Totals(rows=len(rows), tokens=int(batch.response_tokens[rows].sum()))
+            totals = Totals(rows=len(rows), tokens=int(batch.trained_tokens[rows].sum()))
             for dp_rank, share in enumerate(self._shares(batch.tokens[rows])):
                 steps[dp_rank].append(MiniBatch(batch.ids[rows[share]], totals))
 

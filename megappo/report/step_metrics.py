@@ -12,6 +12,7 @@ import pyarrow as pa
 import torch
 
 from megappo.data import batch
+from megappo.data.loss_mask import LOSS_MASK, flat_mask
 from megappo.ppo.explained_variance import explained_variance
 
 Metrics = dict[str, float]
@@ -42,17 +43,19 @@ def batch_metrics(rows: pa.Table, max_prompt: int, max_response: int) -> Metrics
     """Metrics of a training batch.
 
     Lengths, scores, rewards, advantages, returns, values; how far the engine's probabilities of its own tokens are from
-    the trainer's; how many rewards failed; and ``reward/<name>/mean`` of what reward functions returned beside the
-    score.
+    the trainer's; how many rewards failed; ``reward/<name>/mean`` of what reward functions returned beside the score;
+    and with ``loss_mask`` the share of response tokens that the policy produced. Tokens of others are in the lengths
+    only.
     """
     prompts, responses = batch.lengths(rows, "prompt_ids"), batch.lengths(rows, "response_ids")
     rewards = np.array([row.sum() for row in batch.split_rows(rows, "rewards")])
+    mask = flat_mask(rows, "response_ids")
     cut = np.array([reason == "length" for reason in rows.column("finish_reason").to_pylist()])
     out = {
         **summary("critic/score", batch.column(rows, "score")),
         **summary("critic/rewards", rewards),
-        **summary("critic/advantages", batch.flat(rows, "advantages")),
-        **_value_metrics(rows),
+        **summary("critic/advantages", batch.flat(rows, "advantages")[mask]),
+        **_value_metrics(rows, mask),
         **summary("response_length", responses),
         "response_length/clip_ratio": float(cut.mean()),
         **summary("prompt_length", prompts),
@@ -60,22 +63,24 @@ def batch_metrics(rows: pa.Table, max_prompt: int, max_response: int) -> Metrics
         "reward/failed_rows": float(batch.column(rows, "failed").sum()),
         "perf/total_num_tokens": float(prompts.sum() + responses.sum()),
     }
-    engine, trainer = batch.flat(rows, "rollout_logprobs"), batch.flat(rows, "logprobs")
+    engine, trainer = batch.flat(rows, "rollout_logprobs")[mask], batch.flat(rows, "logprobs")[mask]
     for name, gap in (("probs", np.exp(engine) - np.exp(trainer)), ("logprobs", engine - trainer)):
         out[f"training/rollout_{name}_diff_mean"] = float(np.abs(gap).mean())
         out[f"training/rollout_{name}_diff_max"] = float(np.abs(gap).max())
     if engine.std() > 0 and trainer.std() > 0:
         out["training/rollout_actor_probs_pearson_corr"] = float(np.corrcoef(np.exp(engine), np.exp(trainer))[0, 1])
+    if LOSS_MASK in rows.column_names:
+        out["response_length/produced_ratio"] = float(mask.mean())
     for name, extra in reward_extras(rows).items():
         out[f"reward/{name}/mean"] = float(np.nanmean(extra))
     return out
 
 
-def _value_metrics(rows: pa.Table) -> Metrics:
+def _value_metrics(rows: pa.Table, mask: np.ndarray) -> Metrics:
     """Of the critic; nothing where there is none."""
     if "values" not in rows.column_names:
         return {}
-    values, returns = batch.flat(rows, "values"), batch.flat(rows, "returns")
+    values, returns = batch.flat(rows, "values")[mask], batch.flat(rows, "returns")[mask]
     return {
         **summary("critic/returns", returns),
         **summary("critic/values", values),
@@ -87,7 +92,7 @@ BATCH_COLUMNS = (
     *("prompt_ids", "response_ids", "finish_reason", "score", "failed", "extras", "data_source"),
     *("rollout_logprobs", "logprobs", "values", "rewards", "advantages", "returns"),
 )
-"""What :func:`batch_metrics` reads; a batch without a critic has no values and returns."""
+"""What :func:`batch_metrics` reads, besides ``loss_mask``; a batch without a critic has no values and returns."""
 
 
 def reward_extras(rows: pa.Table) -> dict[str, np.ndarray]:

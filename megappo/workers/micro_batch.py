@@ -10,6 +10,7 @@ import pyarrow as pa
 import torch
 
 from megappo.data import batch
+from megappo.data.loss_mask import flat_mask, row_counts
 from megappo.models.layers import PackedSeqParams
 from megappo.ppo.balance import pack_by_budget
 
@@ -24,11 +25,11 @@ class MicroBatch:
         ids: int64 [sequences], the rows' ids.
         input_ids_1t, position_ids_1t: int64 [1, tokens].
         packed: where each sequence begins, for attention.
-        rows_n: int64 [response tokens], the place whose output predicts each response token (and whose hidden state
-            gives the value before it).
-        targets_n: int64 [response tokens], the response tokens.
-        lengths_b: int64 [sequences], response tokens of each.
-        columns: other per-response-token columns, flat, float32 [response tokens].
+        rows_n: int64 [targets], the place whose output predicts each target (and whose hidden state gives the value
+            before it).
+        targets_n: int64 [targets], the response tokens, or those of them that ``loss_mask`` leaves.
+        lengths_b: int64 [sequences], targets of each.
+        columns: other per-response-token columns, flat, float32 [targets].
     """
 
     ids: np.ndarray
@@ -60,7 +61,8 @@ def make_micro_batches(
     collectives of a step.
 
     Args:
-        table: rows with ``id``, ``prompt_ids``, ``response_ids`` and ``columns``.
+        table: rows with ``id``, ``prompt_ids``, ``response_ids`` and ``columns``; with ``loss_mask``, response tokens
+            where that is 0 are context only.
         multiple: pad the token count of each micro-batch to a multiple of this (the tensor-parallel size under sequence
             parallelism); the padding comes after the last sequence, where causal attention hides it.
         columns: ragged float columns to take along.
@@ -83,6 +85,7 @@ def _pack(table: pa.Table, multiple: int, columns: Sequence[str], device: torch.
         np.arange(start + len(prompt) - 1, start + len(prompt) - 1 + len(response))
         for start, prompt, response in zip(starts[:-1], prompts, responses, strict=False)
     ]
+    chosen = flat_mask(table, "response_ids")
     padding = -starts[-1] % multiple or (multiple if starts[-1] == 0 else 0)
     lengths[-1] += padding
     starts[-1] += padding
@@ -106,8 +109,8 @@ def _pack(table: pa.Table, multiple: int, columns: Sequence[str], device: torch.
         input_ids_1t=tensor(tokens)[None],
         position_ids_1t=tensor(positions)[None],
         packed=packed,
-        rows_n=tensor(np.concatenate([np.empty(0, np.int64), *rows])),
-        targets_n=tensor(np.concatenate([np.empty(0, np.int64), *responses])),
-        lengths_b=tensor(np.array([len(response) for response in responses], dtype=np.int64)),
-        columns={name: tensor(batch.flat(table, name).copy(), torch.float32) for name in columns},
+        rows_n=tensor(np.concatenate([np.empty(0, np.int64), *rows])[chosen]),
+        targets_n=tensor(batch.flat(table, "response_ids")[chosen]),
+        lengths_b=tensor(row_counts(chosen, batch.lengths(table, "response_ids"))),
+        columns={name: tensor(batch.flat(table, name)[chosen], torch.float32) for name in columns},
     )
