@@ -211,7 +211,9 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "measure a part against its bare counterpart, in one run"
     command = commands.add_parser("bench", help=text, description=text)
-    command.add_argument("name", choices=("rollout", "training", "sync", "step", "convert", "planning", "reshard"))
+    command.add_argument(
+        "name", choices=("rollout", "training", "sync", "step", "convert", "planning", "reshard", "multigpu")
+    )
     sizes = "0.4b, 0.5b, 1.5b, 2b, 7b or tiny, with random weights (default 0.5b); planning: 405b, 1t-moe or all"
     sizes += "; reshard: 250mb or 1gb"
     command.add_argument("--size", metavar="S", help=f"shape of the model: {sizes}")

@@ -22,6 +22,7 @@ from megappo.reshard.plan import plan_copies
 from megappo.reshard.transfer import source_block
 
 Params = Mapping[str, torch.Tensor]
+CPU = torch.device("cpu")
 
 
 def own_boxes(transfer: TransferSpec, rank: int) -> Sequence[Box]:
@@ -50,9 +51,9 @@ def make_params(boxes: Sequence[Box], dtype: torch.dtype, values: bool) -> dict[
 class GatherThenBroadcast:
     """Tensor by tensor: senders' parts to rank 0, from there to every worker, which takes its slices."""
 
-    def __init__(self, transfer: TransferSpec, rank: int, dtype: torch.dtype) -> None:
+    def __init__(self, transfer: TransferSpec, rank: int, dtype: torch.dtype, device: torch.device = CPU) -> None:
         """Collective: makes a group of rank 0 and all workers."""
-        self.rank, self.dtype = rank, dtype
+        self.rank, self.dtype, self.device = rank, dtype, device
         self.receives = rank >= transfer.actor.world
         self.group = dist.new_group([0, *range(transfer.actor.world, transfer.world)])
         whole = [Shard((0,), file_boxes(transfer.model, 0))]
@@ -68,7 +69,11 @@ class GatherThenBroadcast:
         """Bytes that this rank received."""
         received = 0
         for name, parts in self.parts.items():
-            whole = torch.empty(self.shapes[name], dtype=self.dtype) if self.rank == 0 or self.receives else None
+            whole = (
+                torch.empty(self.shapes[name], dtype=self.dtype, device=self.device)
+                if self.rank == 0 or self.receives
+                else None
+            )
             received += self._gather(params, parts, whole)
             if whole is None:
                 continue
@@ -85,7 +90,7 @@ class GatherThenBroadcast:
                 part = source_block(params, copy).contiguous().view(torch.uint8)
                 works.append((dist.isend(part, 0), part, copy))
             elif self.rank == 0 != copy.source:
-                part = torch.empty(copy.size, dtype=self.dtype)
+                part = torch.empty(copy.size, dtype=self.dtype, device=self.device)
                 works.append((dist.irecv(part.view(torch.uint8), copy.source), part, copy))
             elif self.rank == 0 and whole is not None:
                 whole[block(copy.offset, copy.size)] = source_block(params, copy)
@@ -99,13 +104,15 @@ class GatherThenBroadcast:
 class BareMessages:
     """One message a pair."""
 
-    def __init__(self, rank: int, part: Sequence[Copy], dtype: torch.dtype) -> None:
+    def __init__(self, rank: int, part: Sequence[Copy], dtype: torch.dtype, device: torch.device = CPU) -> None:
         """Allocate all of them."""
         sizes: dict[tuple[int, int], int] = defaultdict(int)
         for copy in part:
             sizes[copy.source, copy.destination] += prod(copy.size)
         self.rank = rank
-        self.buffers = {pair: torch.ones(size, dtype=dtype).view(torch.uint8) for pair, size in sizes.items()}
+        self.buffers = {
+            pair: torch.ones(size, dtype=dtype, device=device).view(torch.uint8) for pair, size in sizes.items()
+        }
 
     def __call__(self, params: Params) -> int:
         """Bytes that this rank received."""

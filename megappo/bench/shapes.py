@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from megappo.models.spec import read_model_spec
+from megappo.models.spec import ModelSpec, read_model_spec
 
 QWEN = {
     "0.4b": (24, 896, 14, 2, 4864, True, 49152),
@@ -33,6 +34,30 @@ def make_qwen(folder: str | Path, size: str, *, device: str = "cpu") -> Path:
     folder = Path(folder)
     if (folder / "model.safetensors.index.json").is_file():
         return folder
+    _write_config(folder, size)
+    generator = torch.Generator(device).manual_seed(0)
+    shards: dict[str, dict[str, torch.Tensor]] = {}
+    weight_map = {}
+    for name, shape in read_model_spec(folder).hf_shapes().items():
+        layer = name.split(".")[2] if name.startswith("model.layers.") else "rest"
+        file = f"model-{layer}.safetensors"
+        tensor = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) * 0.02
+        shards.setdefault(file, {})[name] = (torch.ones_like(tensor) if "norm" in name else tensor).cpu()
+        weight_map[name] = file
+    for file, tensors in shards.items():
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def qwen_spec(size: str) -> ModelSpec:
+    """The shape alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        _write_config(Path(folder), size)
+        return read_model_spec(folder)
+
+
+def _write_config(folder: Path, size: str) -> None:
     layers, hidden, heads, kv_heads, mlp, tied, vocab_size = QWEN[size]
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -53,19 +78,6 @@ def make_qwen(folder: str | Path, size: str, *, device: str = "cpu") -> Path:
         "eos_token_id": 1,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator(device).manual_seed(0)
-    shards: dict[str, dict[str, torch.Tensor]] = {}
-    weight_map = {}
-    for name, shape in read_model_spec(folder).hf_shapes().items():
-        layer = name.split(".")[2] if name.startswith("model.layers.") else "rest"
-        file = f"model-{layer}.safetensors"
-        tensor = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) * 0.02
-        shards.setdefault(file, {})[name] = (torch.ones_like(tensor) if "norm" in name else tensor).cpu()
-        weight_map[name] = file
-    for file, tensors in shards.items():
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return folder
 
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -23,16 +23,35 @@ from megappo.bench import rollout, training
 from megappo.bench.shapes import LETTERS, add_tokenizer, make_qwen
 from megappo.bench.sync import device_copy
 from megappo.bench.table import BenchError, show
+from megappo.models.spec import read_model_spec
 
-STEPS, WARM_UPS = 6, 2
+WARM_UPS = 2
 MINI_BATCH, MICRO_BATCH_TOKENS = 128, 32_768
 LENGTH = rollout.PROMPT + rollout.RESPONSE
+
+
+class Workload(NamedTuple):
+    """What one step does, and how many steps: counts, and lengths in tokens."""
+
+    steps: int = 6
+    prompts: int = rollout.PROMPTS
+    prompt: int = rollout.PROMPT
+    response: int = rollout.RESPONSE
+    mini_batch: int = MINI_BATCH
+    tokens: int = MICRO_BATCH_TOKENS
+
+
 PHASES = ("gen", "sleep", "old_log_prob", "ref", "values", "update_critic", "update_actor", "wake", "update_weights")
 
 CONFIG = """
 run: {{dir: {run}, steps: 1000, seed: 1, device: {device}, dtype: {dtype}, dump_rollouts: false}}
 model: {model}
 data: {{train: {data}, prompts_per_step: {prompts}, max_prompt: {prompt}, max_response: {response}}}
+{placement}
+ppo: {{mini_batch: {mini_batch}, actor_lr: 1.0e-6, critic_lr: 1.0e-5, kl: {{in_reward: true, coef: 0.001}}}}
+"""
+
+ONE_POOL = """
 pools: {{all: {{devices_per_node: 1}}}}
 roles:
   actor: {{pool: all, micro_batch_tokens: {tokens}}}
@@ -40,7 +59,6 @@ roles:
   reference: {{pool: all, micro_batch_tokens: {tokens}}}
   rollout: {{pool: all, max_sequences: {prompts}, memory_fraction: 0.35, sleep: "off"}}
   reward: {{function: megappo.rewards.arithmetic}}
-ppo: {{mini_batch: {mini_batch}, actor_lr: 1.0e-6, critic_lr: 1.0e-5, kl: {{in_reward: true, coef: 0.001}}}}
 """
 
 
@@ -53,18 +71,25 @@ def run(size: str, folder: str, out: str | None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = make_qwen(Path(folder) / size, size, device=device)
     add_tokenizer(model)
-    log = _train(model, Path(folder) / f"{size}-step", device)
+    log = train_steps(model, Path(folder) / f"{size}-step", device, ONE_POOL)
     parts = {**_apart(_bare_generation, model), **_apart(_bare_passes, model)}
     whole, bare = float(np.median([step["timing_s/step"] for step in log])), sum(parts.values())
     row: dict[str, float | str] = {"size": size, "step s": whole, "parts s": bare, "step / parts": whole / bare}
     driver = {"driver %": 100 * float(np.median([step["perf/driver_share"] for step in log]))}
     show(f"step {size}", [{**row, **driver}], out)
-    show(f"step {size}: seconds of each phase", [_medians(log)], out)
+    show(f"step {size}: seconds of each phase", [medians(log)], out)
     show(f"step {size}: seconds of each bare part", [parts], out)
 
 
-def _train(model: Path, folder: Path, device: str) -> list[dict[str, float]]:
-    """Metrics of the steps after the warm-ups."""
+def train_steps(
+    model: Path, folder: Path, device: str, placement: str, workload: Workload | None = None
+) -> list[dict[str, float]]:
+    """Metrics of the steps after the warm-ups.
+
+    Args:
+        folder: made anew.
+        placement: sections ``pools`` and ``roles``, in which ``{tokens}`` and ``{prompts}`` stand for sizes.
+    """
     from megappo.cluster.cluster import Cluster
     from megappo.config import load_config
     from megappo.run import Run
@@ -72,36 +97,37 @@ def _train(model: Path, folder: Path, device: str) -> list[dict[str, float]]:
 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    _write_prompts(folder / "train.parquet")
-    sizes = {"prompts": rollout.PROMPTS, "prompt": rollout.PROMPT, "response": rollout.RESPONSE}
-    limits = {"mini_batch": MINI_BATCH, "tokens": MICRO_BATCH_TOKENS}
+    workload = workload or Workload()
+    _write_prompts(folder / "train.parquet", workload)
+    sizes = workload._asdict()
     where = {"run": folder / "run", "model": model, "data": folder / "train.parquet"}
     how = {"device": device, "dtype": "bfloat16" if device == "cuda" else "float32"}
-    (folder / "config.yaml").write_text(CONFIG.format(**sizes, **limits, **where, **how))
+    text = CONFIG.replace("{placement}", placement).format(**sizes, **where, **how)
+    (folder / "config.yaml").write_text(text)
     config = load_config(folder / "config.yaml")
     with Run(config) as run, Cluster(config, run.data_sources, run.console.status) as cluster:
         trainer = Trainer(config, run, cluster)
         trainer.resume()
-        for _ in range(STEPS):
+        for _ in range(workload.steps):
             trainer.train_step()
     lines = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
     return [line["metrics"] for line in lines if line["step"] > WARM_UPS]
 
 
-def _write_prompts(path: Path) -> None:
+def _write_prompts(path: Path, workload: Workload) -> None:
     rng = np.random.default_rng(0)
     rows = [
         {
             "data_source": "random",
-            "prompt": "".join(rng.choice(list(LETTERS), rollout.PROMPT)),
+            "prompt": "".join(rng.choice(list(LETTERS), workload.prompt)),
             "reward_model": {"style": "rule", "ground_truth": str(index)},
         }
-        for index in range(rollout.PROMPTS)
+        for index in range(workload.prompts)
     ]
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def _medians(log: list[dict[str, float]]) -> dict[str, float]:
+def medians(log: list[dict[str, float]]) -> dict[str, float]:
     names = [f"timing_s/{phase}" for phase in PHASES if f"timing_s/{phase}" in log[0]]
     return {name.removeprefix("timing_s/"): float(np.median([step[name] for step in log])) for name in names}
 
@@ -129,7 +155,7 @@ def _bare_generation(model: Path) -> dict[str, float]:
 
 def _bare_passes(model: Path) -> dict[str, float]:
     training.join_alone()
-    rows = training.make_rows(rollout.PROMPTS, rollout.PROMPT, LENGTH)
+    rows = training.make_rows(rollout.PROMPTS, rollout.PROMPT, LENGTH, vocab_size=read_model_spec(model).vocab_size)
     seconds: dict[str, float] = {}
     for critic in (False, True):
         bare = training.BareLoop(training.make_role(model, MICRO_BATCH_TOKENS, critic=critic))

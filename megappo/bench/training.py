@@ -34,7 +34,10 @@ def run(size: str, folder: str, out: str | None, *, optimizer: bool = True) -> N
     model = make_qwen(Path(folder) / size, size, device="cuda" if on_cuda else "cpu")
     join_alone()
     role = make_role(model, SEQUENCES * LENGTH, optimizer=optimizer)
-    rows, ppo = make_rows(SEQUENCES, 1, LENGTH), PPOConfig(mini_batch=SEQUENCES, actor_lr=1e-6, critic_lr=1e-6)
+    rows, ppo = (
+        make_rows(SEQUENCES, 1, LENGTH, vocab_size=role.spec.vocab_size),
+        PPOConfig(mini_batch=SEQUENCES, actor_lr=1e-6, critic_lr=1e-6),
+    )
     tokens = SEQUENCES * (LENGTH - 1)
     mini = MiniBatch(batch.column(rows, "id"), Totals(SEQUENCES, tokens))
     peaks: list[float] = []
@@ -82,15 +85,17 @@ _stores: list[Any] = []
 """Kept open as long as the process runs."""
 
 
-def make_role(model: Path, micro_batch_tokens: int, *, critic: bool = False, optimizer: bool = True) -> Any:
-    """A role that trains; without ``optimizer``, one whose steps end with the gradients."""
+def make_role(
+    model: Path, micro_batch_tokens: int, *, layout: Layout | None = None, critic: bool = False, optimizer: bool = True
+) -> Any:
+    """A role that trains, alone or at a layout of this world; without ``optimizer``, steps end with the gradients."""
     from megappo.workers.megatron_role import MegatronRole
     from megappo.workers.optimizer import wrap_for_training
     from megappo.workers.settings import RoleSettings
 
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     settings = OptimizerConfig() if optimizer else None
-    role = MegatronRole(RoleSettings(str(model), Layout(), dtype, micro_batch_tokens, critic, settings))
+    role = MegatronRole(RoleSettings(str(model), layout or Layout(), dtype, micro_batch_tokens, critic, settings))
     if not optimizer:
         role.model.requires_grad_(True)
         role.trained, role.optimizer = wrap_for_training(role.model, role.groups), NoOptimizer()
@@ -168,8 +173,8 @@ class BareLoop:
         return self.cross_entropy(logits.float(), labels)
 
 
-def make_rows(sequences: int, prompt: int, length: int, seed: int = 0) -> pa.Table:
-    """Rows of ``length`` random tokens, ``prompt`` of them the prompt's, with what an update reads."""
+def make_rows(sequences: int, prompt: int, length: int, *, vocab_size: int, seed: int = 0) -> pa.Table:
+    """Rows of ``length`` random tokens, ``prompt`` of them the prompt's, with what an update reads at first."""
     rng, response = np.random.default_rng(seed), length - prompt
     lengths, total = [response] * sequences, sequences * response
     return pa.table(
@@ -179,7 +184,7 @@ def make_rows(sequences: int, prompt: int, length: int, seed: int = 0) -> pa.Tab
                 rng.integers(0, 1000, sequences * prompt).astype(np.int32), [prompt] * sequences
             ),
             "response_ids": batch.ragged(rng.integers(0, 1000, total).astype(np.int32), lengths),
-            "logprobs": batch.ragged(np.full(total, -11.9, np.float32), lengths),
+            "logprobs": batch.ragged(np.full(total, -np.log(vocab_size), np.float32), lengths),
             "advantages": batch.ragged(rng.standard_normal(total).astype(np.float32), lengths),
         }
     )
