@@ -25,7 +25,7 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any, limit_s: floa
     context = multiprocessing.get_context("spawn")
     store = host_store("127.0.0.1", limit_s)
     devices = _visible_devices()
-    pipes: dict[Any, int] = {}
+    pipes: dict[Connection, int] = {}
     processes, results = [], {}
     try:
         for rank in range(world):
@@ -41,10 +41,10 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any, limit_s: floa
             ready = wait(list(pipes), max(deadline - time.monotonic(), 0.0))
             if not ready:
                 raise BenchError(f"ranks {sorted(pipes.values())} of {world} did not finish within {limit_s:g} s")
-            for pipe in ready:
+            for pipe in [pipe for pipe in pipes if pipe in ready]:
                 rank = pipes.pop(pipe)
                 try:
-                    failure, results[rank] = pipe.recv()  # type: ignore[union-attr]
+                    failure, results[rank] = pipe.recv()
                 except EOFError:
                     raise BenchError(f"rank {rank} of {world} died; see above") from None
                 if failure:

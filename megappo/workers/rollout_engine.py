@@ -48,7 +48,7 @@ class RolloutEngine:
         self.engine: Any = LLM(
             settings.folder,
             skip_tokenizer_init=True,
-            dtype=settings.dtype,  # type: ignore[arg-type]
+            dtype=settings.dtype,
             tensor_parallel_size=settings.tp,
             # Inside a placement group vLLM would pick Ray, and ask it for bundles of its own.
             distributed_executor_backend="mp" if settings.tp > 1 else None,
