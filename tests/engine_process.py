@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import socket
@@ -30,7 +31,8 @@ class EngineError(Exception):
 class Engine:
     """A :class:`megappo.workers.rollout_engine.RolloutEngine` elsewhere; answers come in the order of the calls."""
 
-    def __init__(self, settings: EngineSettings, log: Path) -> None:
+    def __init__(self, settings: EngineSettings, log: Path, *, repacks: bool = False) -> None:
+        """Start it. ``repacks``: vLLM's own CPU kernels, with private copies of the weights (of one worker)."""
         ours, theirs = socket.socketpair()
         with theirs, log.open("wb") as file:
             self.process = subprocess.Popen(
@@ -44,7 +46,7 @@ class Engine:
             )
         self.channel = Connection(ours.detach())
         self.log = log
-        self.channel.send(settings)
+        self.channel.send((settings, repacks))
 
     def start(self, method: str, *args: Any) -> None:
         """Call without waiting."""
@@ -86,11 +88,25 @@ def swap_gate_and_up() -> None:
         known[name] = replace(family, layer=layer)
 
 
+def leave_repacking() -> None:
+    """Undo in this process what our extension changes in vLLM."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker is in this process
+    import vllm.model_executor.layers.utils as vllm_layer_utils
+
+    repacking = vllm_layer_utils.dispatch_cpu_unquantized_gemm
+    importlib.import_module("megappo.workers.vllm_extension")
+    assert vllm_layer_utils.dispatch_cpu_unquantized_gemm is not repacking
+    vllm_layer_utils.dispatch_cpu_unquantized_gemm = repacking
+
+
 def main() -> None:
     from megappo.workers.rollout_engine import RolloutEngine
 
     channel = Connection(int(sys.argv[1]))
-    engine = RolloutEngine(channel.recv())
+    settings, repacks = channel.recv()
+    if repacks:
+        leave_repacking()
+    engine = RolloutEngine(settings)
     while True:
         try:
             method, args = channel.recv()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import UserDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -62,6 +64,27 @@ CASES = {
         forward=True,
     ),
 }
+CASES["layer by layer"] = replace(CASES["passed on"], layerwise=True)
+CASES["layer by layer, from two stages"] = replace(CASES["gloo"], layerwise=True)
+
+
+class Staging(UserDict[str, torch.Tensor]):
+    """A receiver's parameters, which get their values only when a layer is complete: it is held meanwhile."""
+
+    def __init__(self, params: dict[str, torch.Tensor]) -> None:
+        super().__init__(params)
+        self.held: dict[str, torch.Tensor] = {}
+        self.layers: list[set[str]] = []
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.held.setdefault(name, torch.full_like(self.data[name], -2))
+
+    def install(self) -> None:
+        for name, values in self.held.items():
+            assert (values >= 0).all()
+            self.data[name].copy_(values)
+        self.layers.append({".".join(name.split(".")[:3]) for name in self.held})
+        self.held = {}
 
 
 def numbered(transfer: TransferSpec, rank: int, round_: int) -> dict[str, torch.Tensor]:
@@ -112,7 +135,11 @@ def exchange(transfer: TransferSpec, rounds: int) -> tuple[Any, list[Any], list[
         if rank < transfer.actor.world:
             for name, values in numbered(transfer, rank, round_).items():
                 params[name].copy_(values)
-        receipts.append(end.sync(round_, params))
+        staging = Staging(params) if transfer.layerwise and rank >= transfer.actor.world else None
+        receipts.append(end.sync(round_, staging or params, staging))
+        if staging:
+            layers = [{f"model.layers.{layer}"} for layer in range(transfer.model.num_layers)]
+            assert staging.layers == [{"model.embed_tokens.weight"}, *layers, {"model.norm.weight"}]
         held.append({name: param.double().numpy().copy() for name, param in params.items()})
     assert all(params[name].data_ptr() == place for name, place in places.items())  # the storage is kept
     dist.barrier()  # the world's own group works on beside it; and rank 0 holds the store until all are done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from megappo.cluster.calls import Calls
@@ -135,6 +136,11 @@ class WeightSync:
             places=tuple(self._places()),
             forward=True,
         )
+        first = RolloutGroup(self.rollout.members[:1], self.calls)  # the others run the same code
+        ((probed,),) = self.calls.gather(first.ask("probe", lambda _: (transfer,)))
+        if probed.problems:
+            raise WeightMismatch("\n".join(probed.problems))
+        transfer = replace(transfer, layerwise=bool(probed.staged))
         ((host, port),) = self.calls.gather(host_store(self.actor, self.config.run.timeout_s))
         rollout = self.config.roles.rollout
         limit_s = PEERS_FIRST * self.config.run.timeout_s
@@ -145,11 +151,9 @@ class WeightSync:
         shown = {**dict(actors), **{rank: mark for engine in engines for rank, mark in engine.items()}}
         if reason := disagreement(shown):
             raise WeightMismatch(reason)
-        first = RolloutGroup(self.rollout.members[:1], self.calls)  # the others run the same code
-        (lines_by_engine,) = self.calls.gather(first.ask("probe", lambda _: (transfer,)))
-        if differences := [line for lines in lines_by_engine for line in lines]:
-            raise WeightMismatch("\n".join(differences))
-        self._on_device = self.config.run.device == "cuda" and transfer.stays_on_device()
+        on_cuda = self.config.run.device == "cuda"
+        # What is mapped is copied all at once, into parameters themselves.
+        self._on_device = on_cuda and transfer.stays_on_device() and not transfer.layerwise
         if self._on_device:
             self._planned_bytes = (4 if self.config.run.dtype == "float32" else 2) * transfer.elements()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 from megappo.config import Carrier, Verify
 from megappo.layout.mesh import Layout
+from megappo.models.parameters import EMBEDDING
 from megappo.models.spec import ModelSpec
 from megappo.reshard.agreement import Fingerprint, fingerprint
 from megappo.reshard.boxes import Shard, megatron_shards, vllm_shards
@@ -33,6 +35,7 @@ class TransferSpec:
             the same node before another.
         forward: what several workers of a node want from another node is sent once and passed on among them.
         expert_parallel: engines deal out whole experts to their workers.
+        layerwise: each decoder layer is complete before the next begins, for engines that have to process layers.
     """
 
     model: ModelSpec
@@ -43,6 +46,7 @@ class TransferSpec:
     places: tuple[tuple[str, str], ...] = ()
     forward: bool = False
     expert_parallel: bool = False
+    layerwise: bool = False
 
     @property
     def world(self) -> int:
@@ -70,6 +74,13 @@ class TransferSpec:
         """What one rank of the transfer group sends and receives, found without the rest of the plan."""
         sides = self.sources(), self.destinations()
         return tuple(plan_copies(*sides, self.places, forward=self.forward, rank=rank))
+
+    def phase(self, copy: Copy) -> int:
+        """When a copy is made: see :func:`megappo.reshard.messages.make_messages`."""
+        if not self.layerwise or copy.name == EMBEDDING.hf[0]:
+            return 0
+        layer = re.match(r"model\.layers\.(\d+)\.", copy.name)
+        return 1 + (int(layer.group(1)) if layer else self.model.num_layers)
 
     def fingerprint(self, rank: int, part: tuple[Copy, ...]) -> Fingerprint:
         """What a rank shows to the others before anything is sent; see :func:`megappo.reshard.agreement.disagreement`.
@@ -116,6 +127,18 @@ class Meeting:
     timeout_s: float
     verify: Verify = "sample"
     transport: Carrier = "auto"
+
+
+class Probed(NamedTuple):
+    """What a look at an engine's layers found.
+
+    Attributes:
+        problems: layers that are refused, or where our table differs from vLLM's loader; one line each.
+        staged: layers whose weights go through vLLM's processing.
+    """
+
+    problems: tuple[str, ...]
+    staged: tuple[str, ...]
 
 
 class Receipt(NamedTuple):

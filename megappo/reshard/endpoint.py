@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 
@@ -15,6 +16,17 @@ from megappo.reshard.shared_memory import open_rings
 from megappo.reshard.transfer import BUCKET_BYTES, DIRECT_BYTES, carry_out
 from megappo.reshard.transport import Transport
 from megappo.reshard.verify import Verifier
+
+
+class Passing(Protocol):
+    """Parameters that are received into memory that is not the receiver's own, to be processed."""
+
+    @property
+    def held(self) -> Mapping[str, torch.Tensor]:
+        """Those asked for since the last phase."""
+
+    def install(self) -> None:
+        """Process what is held, all of which has arrived, and let go of it."""
 
 
 class Endpoint:
@@ -39,7 +51,7 @@ class Endpoint:
         self.part = transfer.part(rank)
         self.fingerprint = transfer.fingerprint(rank, self.part)
         self.verifier = Verifier(rank, self.part, meeting.verify)
-        self._messages = make_messages(self.part, BUCKET_BYTES // item, DIRECT_BYTES // item)
+        self._messages = make_messages(self.part, BUCKET_BYTES // item, DIRECT_BYTES // item, transfer.phase)
         bucket = item * max((message.elements for message in self._messages), default=1)
         self._gloo = GlooTransport(
             meeting.host, meeting.port, rank, transfer.world, meeting.timeout_s, bucket, transfer.describe
@@ -48,16 +60,25 @@ class Endpoint:
         if meeting.transport == "auto":
             self._choose_carriers(bucket, sample.device)
 
-    def sync(self, version: int, params: Mapping[str, torch.Tensor]) -> Receipt:
+    def sync(self, version: int, params: Mapping[str, torch.Tensor], passing: Passing | None = None) -> Receipt:
         """Send and receive what the plan says, and prove it.
 
         Args:
             version: of the weights.
+            params: this rank's parameters by the names that the plan uses.
+            passing: those of ``params`` that are gone at the end of each phase.
 
         Raises:
             TransferError: a peer died or took longer than the limit.
         """
-        moved = carry_out(self.rank, self._messages, params, lambda peer: self._carriers.get(peer, self._gloo))
+
+        def arrived() -> None:
+            if passing is not None:
+                self.verifier.note(version, passing.held)
+                passing.install()
+
+        carriers = self._carriers
+        moved = carry_out(self.rank, self._messages, params, lambda peer: carriers.get(peer, self._gloo), arrived)
         return Receipt(*moved, self._compare(version, params))
 
     def mismatches(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from megappo.reshard.copies import Copy, cut
@@ -15,12 +15,14 @@ class Message:
 
     Attributes:
         wave: 0 from a rank that holds the weights; 1 from one that passes on what came in messages before.
+        phase: of the transfer; each is complete before the next begins.
     """
 
     source: int
     destination: int
     copies: tuple[Copy, ...]
     wave: int = 0
+    phase: int = 0
 
     @property
     def elements(self) -> int:
@@ -29,7 +31,10 @@ class Message:
 
 
 def make_messages(
-    plan: Iterable[Copy], bucket_elements: int, direct_elements: int | None = None
+    plan: Iterable[Copy],
+    bucket_elements: int,
+    direct_elements: int | None = None,
+    phase_of: Callable[[Copy], int] = lambda _: 0,
 ) -> tuple[Message, ...]:
     """Group the plan into messages of at most ``bucket_elements``, in one order for all ranks.
 
@@ -44,12 +49,15 @@ def make_messages(
     nothing, this cannot deadlock either.
 
     From one rank's part of the plan come that rank's messages, in the same order.
+
+    Args:
+        phase_of: the phase in which a copy is made; its messages come after all those of earlier phases.
     """
-    pairs: dict[tuple[int, int, int], list[list[Copy]]] = defaultdict(list)
-    filling: dict[tuple[int, int, int], list[Copy]] = {}
-    filled: dict[tuple[int, int, int], int] = defaultdict(int)
+    pairs: dict[tuple[int, int, int, int], list[list[Copy]]] = defaultdict(list)
+    filling: dict[tuple[int, int, int, int], list[Copy]] = {}
+    filled: dict[tuple[int, int, int, int], int] = defaultdict(int)
     for copy in plan:
-        pair = copy.wave, copy.source, copy.destination
+        pair = phase_of(copy), copy.wave, copy.source, copy.destination
         for piece in cut(copy, bucket_elements):
             elements = piece.elements
             if direct_elements is not None and elements >= direct_elements:
@@ -62,11 +70,11 @@ def make_messages(
             filling[pair].append(piece)
             filled[pair] += elements
     numbered = (
-        ((wave, turn, source ^ destination, source), bucket)
-        for (wave, source, destination), buckets in pairs.items()
+        ((phase, wave, turn, source ^ destination, source), bucket)
+        for (phase, wave, source, destination), buckets in pairs.items()
         for turn, bucket in enumerate(buckets)
     )
     return tuple(
-        Message(source, source ^ other, tuple(bucket), wave)
-        for (wave, _, other, source), bucket in sorted(numbered, key=lambda entry: entry[0])
+        Message(source, source ^ other, tuple(bucket), wave, phase)
+        for (phase, wave, _, other, source), bucket in sorted(numbered, key=lambda entry: entry[0])
     )

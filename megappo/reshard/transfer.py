@@ -31,7 +31,11 @@ class Moved(NamedTuple):
 
 @torch.no_grad()
 def carry_out(
-    rank: int, messages: Sequence[Message], params: Mapping[str, torch.Tensor], carrier: Callable[[int], Transport]
+    rank: int,
+    messages: Sequence[Message],
+    params: Mapping[str, torch.Tensor],
+    carrier: Callable[[int], Transport],
+    arrived: Callable[[], None] = lambda: None,
 ) -> Moved:
     """Do this rank's part of a plan. Parameters keep their storage.
 
@@ -39,16 +43,21 @@ def carry_out(
         messages: this rank's, in the common order.
         params: this rank's parameters by the names the plan uses, all of one dtype.
         carrier: the transport to and from a rank.
+        arrived: called at the end of each phase.
 
     Raises:
         TransferError: a peer died or took longer than the limit. Parameters received into are then half new.
     """
     flying: deque[Work] = deque()
-    sent = received = wave = 0
+    sent = received = 0
+    before = messages[0] if messages else None
     for message in messages:
-        while len(flying) >= (IN_FLIGHT if message.wave == wave else 1):  # what is passed on has arrived before
+        together = before is not None and (message.phase, message.wave) == (before.phase, before.wave)
+        while len(flying) >= (IN_FLIGHT if together else 1):  # what is passed on has arrived before
             flying.popleft().wait()
-        wave = message.wave
+        if before is not None and message.phase != before.phase:
+            arrived()
+        before = message
         if message.source == rank:
             blocks = [source_block(params, copy) for copy in message.copies]
             flying.append(carrier(message.destination).send(blocks, message.destination))
@@ -59,6 +68,7 @@ def carry_out(
             received += size_of(blocks)
     while flying:
         flying.popleft().wait()
+    arrived()
     return Moved(sent, received)
 
 

@@ -38,6 +38,7 @@ class Verifier:
             part: the copies that ``rank`` sends or receives, in the order of the plan.
         """
         self.verify = verify
+        self._noted: dict[Copy, torch.Tensor] = {}
         self.sent: dict[int, list[Copy]] = {}
         self.received: dict[int, list[Copy]] = {}
         for copy in part if verify != "off" else ():
@@ -47,6 +48,15 @@ class Verifier:
             ):
                 if end == rank:
                     side.setdefault(peer, []).extend(cut(copy, REGION))
+
+    def note(self, version: int, passing: Mapping[str, torch.Tensor]) -> None:
+        """Take this sync's checksums of regions in parameters that will be gone before its end."""
+        for side, view in ((self.received, destination_block), (self.sent, source_block)):
+            for regions in side.values() if passing else ():
+                for region in self._chosen(version, regions):
+                    own = region.param if view is destination_block else region.source_param if region.wave else None
+                    if own in passing:
+                        self._noted[region] = checksum(view(passing, region))
 
     def sent_sums(self, version: int, params: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         """What each receiver should find: the version and the checksums of this sync's regions, int64 on the CPU."""
@@ -78,7 +88,12 @@ class Verifier:
         params: Mapping[str, torch.Tensor],
         view: Callable[[Mapping[str, torch.Tensor], Copy], torch.Tensor],
     ) -> torch.Tensor:
-        sums = torch.stack([checksum(view(params, region)) for region in self._chosen(version, regions)])
+        sums = torch.stack(
+            [
+                self._noted.pop(region) if region in self._noted else checksum(view(params, region))
+                for region in self._chosen(version, regions)
+            ]
+        )
         return torch.cat([torch.tensor([version]), sums.cpu()])
 
     def _chosen(self, version: int, regions: Sequence[Copy]) -> Sequence[Copy]:

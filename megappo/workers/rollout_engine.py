@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from megappo.data import batch
 from megappo.models.end_of_text import end_of_text_ids
-from megappo.reshard.actor_to_rollout import Meeting, Receipt, TransferSpec, total_receipt
+from megappo.reshard.actor_to_rollout import Meeting, Probed, Receipt, TransferSpec, total_receipt
 from megappo.reshard.agreement import Fingerprint
 from megappo.workers.settings import EngineSettings, Sampling
 
@@ -117,9 +117,10 @@ class RolloutEngine:
         """Join the transfer group with all workers; returns their fingerprints of the plan, by rank there."""
         return dict(self._ask("megappo_join", transfer, engine, meeting))
 
-    def probe(self, transfer: TransferSpec) -> list[str]:
-        """Differences between our table and vLLM's loader; empty if there are none."""
-        return [line for lines in self._ask("megappo_probe", transfer) for line in lines]
+    def probe(self, transfer: TransferSpec) -> Probed:
+        """Whether our table agrees with vLLM's loader, and which layers are staged; over all workers."""
+        problems, staged = zip(*self._ask("megappo_probe", transfer), strict=True)
+        return Probed(tuple(line for lines in problems for line in lines), staged[0])
 
     def receive_weights(self, version: int) -> Receipt:
         """Take part in a weight sync; returns what it did on all workers of this engine together.

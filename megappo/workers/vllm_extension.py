@@ -16,13 +16,14 @@ import numpy as np
 import torch
 import vllm.model_executor.layers.utils as vllm_layer_utils
 
-from megappo.reshard.actor_to_rollout import Meeting, Receipt, TransferSpec
+from megappo.reshard.actor_to_rollout import Meeting, Probed, Receipt, TransferSpec
 from megappo.reshard.agreement import Fingerprint
 from megappo.reshard.boxes import vllm_boxes
 from megappo.reshard.cuda_ipc import SharedParams, SharedReceiver, open_params
 from megappo.reshard.endpoint import Endpoint
-from megappo.reshard.probe import loaded_elements, misfits, rule_elements
-from megappo.workers.direct_writes import refusals
+from megappo.reshard.probe import is_probed, loaded_elements, misfits, rule_elements
+from megappo.workers.staged_layers import StagedParams, in_loaders_shapes, loaded_as
+from megappo.workers.weight_lanes import Layer, sort_layers
 
 
 def _compute_from_the_parameter(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -63,6 +64,7 @@ class WeightReceiver:
 
     if TYPE_CHECKING:
         rank: int
+        vllm_config: Any
 
         def get_model(self) -> torch.nn.Module: ...
 
@@ -70,6 +72,9 @@ class WeightReceiver:
     def megappo_join(self, transfer: TransferSpec, engine: int, meeting: Meeting) -> tuple[int, Fingerprint]:
         """Join the transfer group and plan; returns this worker's rank there and its fingerprint of the plan."""
         self._params = _parameters(self.get_model())
+        self._staged, _ = self._sorted_layers(transfer)
+        if self._staged and not transfer.layerwise:
+            raise ValueError(f"these layers are staged here, but not in the plan: {', '.join(self._staged)}")
         self._endpoint = Endpoint(transfer, transfer.worker_rank(engine, self.rank), self._params, meeting)
         self._shared: SharedReceiver | None = None
         return self._endpoint.rank, self._endpoint.fingerprint
@@ -78,7 +83,10 @@ class WeightReceiver:
     def megappo_receive(self, version: int) -> Receipt:
         """Receive new weights, and pass on what the plan says."""
         try:
-            return self._endpoint.sync(version, self._params)
+            if not self._staged:
+                return self._endpoint.sync(version, self._params)
+            params = StagedParams(self._params, self._staged, self.vllm_config)
+            return self._endpoint.sync(version, params, passing=params)
         except Exception:
             del self._endpoint  # peers notice at once; a new group has to be formed in any case
             raise
@@ -115,24 +123,31 @@ class WeightReceiver:
         np.random.seed(seed)
 
     @answered
-    def megappo_probe(self, transfer: TransferSpec) -> list[str]:
-        """Compare our table with where vLLM's loader really puts each element, and look for layers that it repacks.
-
-        Returns the differences and the refused layers.
-        """
+    def megappo_probe(self, transfer: TransferSpec) -> Probed:
+        """Compare our table with where vLLM's loader really puts each element, and look for layers that it repacks."""
         model = self.get_model()
-        if refused := refusals(model):
-            return refused
-        boxes, shapes = vllm_boxes(transfer.model, transfer.engine_tp, self.rank, 0), _shapes(model)
+        staged, refused = self._sorted_layers(transfer)
+        if refused:
+            return Probed(tuple(refused), ())
+        boxes, shapes = vllm_boxes(transfer.model, transfer.engine_tp, self.rank, 0), _shapes(model, staged)
         if outside := misfits(boxes, shapes):
-            return [f"{name}: our table does not fit vLLM's parameter (worker {self.rank})" for name in outside]
+            lines = (f"{name}: our table does not fit vLLM's parameter (worker {self.rank})" for name in outside)
+            return Probed(tuple(lines), ())
         expected = rule_elements(transfer.model, boxes, shapes)
-        found = loaded_elements(transfer.model, model)
-        return [
+        with in_loaders_shapes(
+            {name: layer for name, layer in staged.items() if is_probed(name + ".", transfer.model)}
+        ):
+            found = loaded_elements(transfer.model, model)
+        lines = (
             f"{name}: vLLM's loader puts other elements there than our table says (worker {self.rank})"
             for name in sorted(expected.keys() | found.keys())
             if name not in expected or name not in found or not torch.equal(expected[name], found[name])
-        ]
+        )
+        return Probed(tuple(lines), tuple(staged))
+
+    def _sorted_layers(self, transfer: TransferSpec) -> tuple[dict[str, Layer], list[str]]:
+        planned = {box.param for box in vllm_boxes(transfer.model, transfer.engine_tp, self.rank, 0)}
+        return sort_layers(self.get_model(), planned, self.vllm_config.model_config.dtype, loaded_as)
 
     def megappo_checksums(self) -> dict[str, float]:
         """Sum of each parameter in float64, for tests and diagnosis."""
@@ -143,5 +158,7 @@ def _parameters(model: torch.nn.Module) -> dict[str, Any]:
     return {name: param.data for name, param in model.named_parameters()}
 
 
-def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(param.shape) for name, param in model.named_parameters()}
+def _shapes(model: torch.nn.Module, staged: Mapping[str, Layer]) -> dict[str, tuple[int, ...]]:
+    """Those that the loader knows."""
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    return shapes | {name: shape for layer in staged.values() for name, shape in layer.inputs.values()}
