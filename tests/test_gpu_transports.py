@@ -14,6 +14,7 @@ from test_transfer import MODEL, expected, numbered
 from megappo.layout.mesh import Layout
 from megappo.reshard.actor_to_rollout import Meeting, TransferSpec
 from megappo.reshard.gloo import host_store
+from megappo.reshard.transfer import Pace
 
 TRANSFER = TransferSpec(
     MODEL, Layout(), engines=1, engine_tp=1, fused_norms=False, places=(("here", "0"), ("here", "1")), forward=True
@@ -25,7 +26,7 @@ def process(rank: int, device: int, meeting: Meeting, pipe: Connection) -> None:
     from megappo.reshard import endpoint as module
 
     torch.cuda.set_device(device)
-    module.BUCKET_BYTES, module.DIRECT_BYTES = 4 * 50, 4 * 30
+    module.ON_DEVICE = Pace(4 * 50, 4 * 30, in_flight=2)
     params = {name: param.cuda() for name, param in numbered(TRANSFER, rank, 0).items()}
     end = module.Endpoint(TRANSFER, rank, params, meeting)
     mismatches: list[str] = []

@@ -13,7 +13,7 @@ from megappo.reshard.messages import make_messages
 from megappo.reshard.nccl import NcclTransport
 from megappo.reshard.routes import DEVICE, NETWORK, distance
 from megappo.reshard.shared_memory import open_rings
-from megappo.reshard.transfer import BUCKET_BYTES, DIRECT_BYTES, carry_out
+from megappo.reshard.transfer import ON_DEVICE, ON_HOST, carry_out
 from megappo.reshard.transport import Transport
 from megappo.reshard.verify import Verifier
 
@@ -47,11 +47,14 @@ class Endpoint:
         """
         sample = next(iter(params.values()))
         item = sample.element_size()
+        self._pace = ON_HOST if sample.device.type == "cpu" else ON_DEVICE
         self.rank, self._transfer = rank, transfer
         self.part = transfer.part(rank)
         self.fingerprint = transfer.fingerprint(rank, self.part)
         self.verifier = Verifier(rank, self.part, meeting.verify)
-        self._messages = make_messages(self.part, BUCKET_BYTES // item, DIRECT_BYTES // item, transfer.phase)
+        self._messages = make_messages(
+            self.part, self._pace.message_bytes // item, self._pace.direct_bytes // item, transfer.phase
+        )
         bucket = item * max((message.elements for message in self._messages), default=1)
         self._gloo = GlooTransport(
             meeting.host, meeting.port, rank, transfer.world, meeting.timeout_s, bucket, transfer.describe
@@ -77,8 +80,10 @@ class Endpoint:
                 self.verifier.note(version, passing.held)
                 passing.install()
 
-        carriers = self._carriers
-        moved = carry_out(self.rank, self._messages, params, lambda peer: carriers.get(peer, self._gloo), arrived)
+        def carrier(peer: int) -> Transport:
+            return self._carriers.get(peer, self._gloo)
+
+        moved = carry_out(self.rank, self._messages, self._pace.in_flight, params, carrier, arrived)
         return Receipt(*moved, self._compare(version, params))
 
     def mismatches(
@@ -113,5 +118,5 @@ class Endpoint:
             return
         here = {peer for peer, link in far.items() if link != NETWORK}
         if here:
-            shared, reached = open_rings(self._gloo, receivers & here, senders & here, bucket)
+            shared, reached = open_rings(self._gloo, receivers & here, senders & here, self._pace.in_flight, bucket)
             self._carriers = dict.fromkeys(reached, shared)

@@ -62,6 +62,10 @@ class GlooTransport:
         options._devices = [gloo.create_device(hostname=_own_address(host, port))]
         self._group: Any = gloo(dist.PrefixStore("megappo-transfer", self.store), rank, world, options)
 
+    def tends(self, blocks: Blocks) -> bool:
+        """See :class:`megappo.reshard.transport.Transport`."""
+        return blocks[0].device.type != "cpu" or flat(blocks) is None
+
     def send(self, blocks: Blocks, to: int) -> GlooWork:
         """Start to send; see :class:`megappo.reshard.transport.Transport`."""
         on_host = blocks[0].device.type == "cpu"
@@ -94,38 +98,56 @@ class GlooTransport:
         return self.expect(data, source, DATA, then=done)
 
     def post(self, data: torch.Tensor, to: int, kind: int, then: Callable[[], None] | None = None) -> GlooWork:
-        """Start to send a contiguous tensor in host memory; ``then`` is called by ``wait`` when it has gone."""
-        work = self._group.send([data.view(-1).view(torch.uint8)], to, kind)
-        return GlooWork(work, data, f"{self.describe(to)} took nothing", self.timeout_s, then)
+        """Start to send a contiguous tensor in host memory; ``then`` is called by ``wait`` when it has gone.
+
+        Raises:
+            TransferError: the other one is gone already.
+        """
+        late = _Lateness(f"{self.describe(to)} took nothing", self.timeout_s)
+        with late:
+            return GlooWork(self._group.send([data.view(-1).view(torch.uint8)], to, kind), data, late, then)
+        raise AssertionError
 
     def expect(self, data: torch.Tensor, source: int, kind: int, then: Callable[[], None] | None = None) -> GlooWork:
-        """Start to receive into a contiguous tensor in host memory; ``then`` is called by ``wait`` when it is there."""
-        work = self._group.recv([data.view(-1).view(torch.uint8)], source, kind)
-        return GlooWork(work, data, f"{self.describe(source)} sent nothing", self.timeout_s, then)
+        """Start to receive into a contiguous tensor in host memory; ``then`` is called by ``wait`` when it is there.
+
+        Raises:
+            TransferError: the other one is gone already.
+        """
+        late = _Lateness(f"{self.describe(source)} sent nothing", self.timeout_s)
+        with late:
+            return GlooWork(self._group.recv([data.view(-1).view(torch.uint8)], source, kind), data, late, then)
+        raise AssertionError
 
 
 class GlooWork:
     """A message under way; it keeps its tensor alive."""
 
-    def __init__(
-        self, work: Any, data: torch.Tensor, lateness: str, timeout_s: float, then: Callable[[], None] | None
-    ) -> None:
-        self._work, self._data, self._lateness, self._timeout_s, self._then = work, data, lateness, timeout_s, then
+    def __init__(self, work: Any, data: torch.Tensor, late: _Lateness, then: Callable[[], None] | None) -> None:
+        self._work, self._data, self._late, self._then = work, data, late, then
 
     def wait(self) -> None:
         """See :class:`megappo.reshard.transport.Work`."""
-        try:
+        with self._late:
             self._work.wait()
-        except RuntimeError as error:
-            late = "timed out" in str(error).lower()
-            how = f"within {self._timeout_s:g} s" if late else "and is gone"
-            raise TransferError(f"{self._lateness} {how} ({_last_line(error)})") from None
         if self._then is not None:
             self._then()
 
 
-def _last_line(error: RuntimeError) -> str:
-    return str(error).strip().splitlines()[-1].split("] ")[-1]
+class _Lateness:
+    """Around what waits for another rank: its failure says whom, and how long."""
+
+    def __init__(self, what: str, limit_s: float) -> None:
+        self._what, self._limit_s = what, limit_s
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            how = f"within {self._limit_s:g} s" if "timed out" in str(error).lower() else "and is gone"
+            reason = str(error).strip().splitlines()[-1].split("] ")[-1]
+            raise TransferError(f"{self._what} {how} ({reason})") from None
 
 
 def _own_address(host: str, port: int) -> str:

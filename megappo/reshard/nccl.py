@@ -38,6 +38,10 @@ class NcclTransport:
         options._timeout = timedelta(seconds=2 * self.timeout_s + 60)
         self.group: Any = nccl(dist.PrefixStore("megappo-nccl", gloo.store), gloo.rank, world, options)
 
+    def tends(self, blocks: Blocks) -> bool:
+        """All messages: each that is under way keeps a part of the GPU busy."""
+        return True
+
     def send(self, blocks: Blocks, to: int) -> NcclWork:
         """Start to send; see :class:`megappo.reshard.transport.Transport`."""
         data, bucket = flat(blocks), None

@@ -1,6 +1,6 @@
 """Messages between processes of one host: packed by the sender into memory that the receiver reads.
 
-Each sender has a ring of two buckets for all its receivers. A note over gloo says that a bucket is filled, another that
+Each sender has a ring of buckets for all its receivers. A note over gloo says that a bucket is filled, another that
 it is free again; so a process that dies or stalls is noticed as everywhere else.
 """
 
@@ -27,15 +27,19 @@ class SharedMemory:
 
         Args:
             gloo: carries the notes.
-            own, others: uint8 [2, bucket]; the others' by rank.
+            own, others: uint8 [messages under way, bucket]; the others' by rank.
         """
         self._gloo, self._own, self._others = gloo, own, others
         self._turn = 0
 
+    def tends(self, blocks: Blocks) -> bool:
+        """All messages: they are copied on both sides."""
+        return True
+
     def send(self, blocks: Blocks, to: int) -> Sent:
         """Start to send; see :class:`megappo.reshard.transport.Transport`."""
         assert self._own is not None, "open_rings was told of no receiver"
-        slot, self._turn = self._turn, 1 - self._turn  # free again: no more than two messages are under way
+        slot, self._turn = self._turn, (self._turn + 1) % len(self._own)  # free again: no more are under way
         pack(blocks, self._own[slot])
         free = self._gloo.expect(torch.empty(1, dtype=torch.int64), to, FREE)
         return Sent(self._gloo.post(torch.tensor([slot]), to, READY), free)
@@ -64,29 +68,30 @@ class Sent:
 
 
 def open_rings(
-    gloo: GlooTransport, receivers: Collection[int], senders: Collection[int], bucket_bytes: int
+    gloo: GlooTransport, receivers: Collection[int], senders: Collection[int], buckets: int, bucket_bytes: int
 ) -> tuple[SharedMemory, set[int]]:
     """Make this rank's ring and open others'.
 
     Args:
         receivers, senders: ranks of this host that this one sends to and receives from. They call this too.
+        buckets: of a ring: as many as messages are under way at most.
 
     Returns:
         The transport, and the ranks that it reaches: not those with whom the host's shared memory is too small, or is
         not shared (containers).
     """
     store, rank = gloo.store, gloo.rank
-    path = _make(2 * bucket_bytes) if receivers else ""
+    path = _make(buckets * bucket_bytes) if receivers else ""
     if receivers:
         store.set(f"ring/{rank}", f"{path}:{bucket_bytes}")
     others = {}
     for sender in sorted(senders):
         name, _, size = store.get(f"ring/{sender}").decode().rpartition(":")
         if name and os.path.exists(name):
-            others[sender] = _map(name, int(size))
+            others[sender] = _map(name, buckets, int(size))
         store.set(f"ring/{sender}/{rank}", "open" if sender in others else "not")
     opened = {receiver for receiver in receivers if store.get(f"ring/{rank}/{receiver}") == b"open"}
-    own = _map(path, bucket_bytes) if path else None
+    own = _map(path, buckets, bucket_bytes) if path else None
     if path:
         os.unlink(path)  # all have it open; the memory goes with the last of them, however they end
     return SharedMemory(gloo, own, others), opened | others.keys()
@@ -106,5 +111,6 @@ def _make(size: int) -> str:
     return ""
 
 
-def _map(path: str, bucket_bytes: int) -> torch.Tensor:
-    return torch.from_file(path, shared=True, size=2 * bucket_bytes, dtype=torch.uint8).view(2, bucket_bytes)
+def _map(path: str, buckets: int, bucket_bytes: int) -> torch.Tensor:
+    ring = torch.from_file(path, shared=True, size=buckets * bucket_bytes, dtype=torch.uint8)
+    return ring.view(buckets, bucket_bytes)

@@ -1,4 +1,4 @@
-"""Carrying out a plan: each rank works through its own messages, two at a time."""
+"""Carrying out a plan: each rank works through its own messages, several at a time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,28 @@ from megappo.reshard.messages import Message
 from megappo.reshard.transport import Transport, Work, size_of
 
 BUCKET_BYTES = 16 << 20
-"""Size of a message. Two are under way at a time, so one is packed or unpacked while another travels."""
+"""A rank packs and unpacks in at most two of these, whatever the model's size."""
 
-DIRECT_BYTES = 2 << 20
-"""Blocks of this size travel alone, so that they need not be packed where they lie in one piece."""
 
-IN_FLIGHT = 2
+class Pace(NamedTuple):
+    """How messages are cut, and how many are under way.
+
+    Attributes:
+        message_bytes: most of one message.
+        direct_bytes: blocks of this size travel alone, so that they need not be packed where they lie in one piece.
+        in_flight: messages under way that take memory; one is packed or unpacked while others travel.
+    """
+
+    message_bytes: int
+    direct_bytes: int
+    in_flight: int
+
+
+ON_DEVICE = Pace(message_bytes=BUCKET_BYTES, direct_bytes=2 << 20, in_flight=2)
+"""Between GPUs each message costs a launch."""
+
+ON_HOST = Pace(message_bytes=2 << 20, direct_bytes=256 << 10, in_flight=8)
+"""A packed message is sent out of the cache; and where processes share cores, each finds some work that is ready."""
 
 
 class Moved(NamedTuple):
@@ -33,6 +49,7 @@ class Moved(NamedTuple):
 def carry_out(
     rank: int,
     messages: Sequence[Message],
+    in_flight: int,
     params: Mapping[str, torch.Tensor],
     carrier: Callable[[int], Transport],
     arrived: Callable[[], None] = lambda: None,
@@ -41,6 +58,7 @@ def carry_out(
 
     Args:
         messages: this rank's, in the common order.
+        in_flight: limit on messages under way, but for those that their transport carries without this rank's help.
         params: this rank's parameters by the names the plan uses, all of one dtype.
         carrier: the transport to and from a rank.
         arrived: called at the end of each phase.
@@ -48,28 +66,37 @@ def carry_out(
     Raises:
         TransferError: a peer died or took longer than the limit. Parameters received into are then half new.
     """
-    flying: deque[Work] = deque()
+    tended: deque[Work] = deque()
+    alone: deque[Work] = deque()
     sent = received = 0
-    before = messages[0] if messages else None
+    before = messages[0] if messages else Message(rank, rank, ())
     for message in messages:
-        together = before is not None and (message.phase, message.wave) == (before.phase, before.wave)
-        while len(flying) >= (IN_FLIGHT if together else 1):  # what is passed on has arrived before
-            flying.popleft().wait()
-        if before is not None and message.phase != before.phase:
-            arrived()
+        if (message.phase, message.wave) != (before.phase, before.wave):  # what is passed on has arrived before
+            _wait(tended, alone)
+            if message.phase != before.phase:
+                arrived()
         before = message
-        if message.source == rank:
-            blocks = [source_block(params, copy) for copy in message.copies]
-            flying.append(carrier(message.destination).send(blocks, message.destination))
-            sent += size_of(blocks)
-        else:
-            blocks = [destination_block(params, copy) for copy in message.copies]
-            flying.append(carrier(message.source).receive(blocks, message.source))
-            received += size_of(blocks)
-    while flying:
-        flying.popleft().wait()
+        sends = message.source == rank
+        peer = message.destination if sends else message.source
+        blocks = [source_block(params, copy) if sends else destination_block(params, copy) for copy in message.copies]
+        transport = carrier(peer)
+        tends = transport.tends(blocks)
+        if tends and len(tended) == in_flight:
+            tended.popleft().wait()
+        work = transport.send(blocks, peer) if sends else transport.receive(blocks, peer)
+        (tended if tends else alone).append(work)
+        sent += size_of(blocks) * sends
+        received += size_of(blocks) * (not sends)
+    _wait(tended, alone)
     arrived()
     return Moved(sent, received)
+
+
+def _wait(*queues: deque[Work]) -> None:
+    """Until all are done, in order."""
+    for queue in queues:
+        while queue:
+            queue.popleft().wait()
 
 
 def source_block(params: Mapping[str, torch.Tensor], copy: Copy) -> torch.Tensor:

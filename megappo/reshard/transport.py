@@ -31,7 +31,10 @@ class Work(Protocol):
 
 
 class Transport(Protocol):
-    """Carries messages in order between each two ranks. At most two are under way at a time on one rank."""
+    """Carries messages in order between each two ranks."""
+
+    def tends(self, blocks: Blocks) -> bool:
+        """Whether a message takes this rank's memory or help until ``wait`` returns; others travel by themselves."""
 
     def send(self, blocks: Blocks, to: int) -> Work:
         """Start to send."""
@@ -41,7 +44,7 @@ class Transport(Protocol):
 
 
 class Buckets:
-    """Two pieces of memory for packed messages, made when first needed."""
+    """Pieces of memory for packed messages, made when first needed."""
 
     def __init__(self, size: int, make: Callable[[int], torch.Tensor] | None = None) -> None:
         """Nothing is allocated yet.
