@@ -62,6 +62,9 @@ class GlooTransport:
         options._devices = [gloo.create_device(hostname=_own_address(host, port))]
         self._group: Any = gloo(dist.PrefixStore("megappo-transfer", self.store), rank, world, options)
 
+    def finish(self) -> None:
+        """Messages that were waited for are here."""
+
     def tends(self, blocks: Blocks) -> bool:
         """See :class:`megappo.reshard.transport.Transport`."""
         return blocks[0].device.type != "cpu" or flat(blocks) is None

@@ -19,7 +19,11 @@ POLL_S = 2e-5
 
 
 class NcclTransport:
-    """Blocks that lie in one piece go straight from parameter to parameter; others are packed on the device."""
+    """Blocks that lie in one piece go straight from parameter to parameter; others are packed on the device.
+
+    The host runs ahead: packing, messages and unpacking follow each other on the device's streams, so that neither the
+    link nor the buckets wait for Python. ``unfinished`` are the messages that the host has not seen arrive.
+    """
 
     def __init__(self, gloo: GlooTransport, world: int, bucket_bytes: int, device: torch.device) -> None:
         """Not collective: ranks meet when they first send.
@@ -31,6 +35,7 @@ class NcclTransport:
             device: this rank's.
         """
         self.timeout_s, self._describe = gloo.timeout_s, gloo.describe
+        self.unfinished: list[tuple[Any, str]] = []
         self._buckets = Buckets(bucket_bytes, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
@@ -63,6 +68,21 @@ class NcclTransport:
         """Take a bucket back."""
         self._buckets.give(bucket)
 
+    def finish(self) -> None:
+        """See :class:`megappo.reshard.transport.Transport`; the limit is on each message after the one before."""
+        for work, lateness in self.unfinished:
+            deadline = time.monotonic() + self.timeout_s
+            try:
+                while not work.is_completed():
+                    if time.monotonic() > deadline:
+                        self.group.abort()
+                        raise TransferError(f"{lateness} within {self.timeout_s:g} s")
+                    time.sleep(POLL_S)
+                work.wait()  # raises what went wrong
+            except dist.DistBackendError as error:
+                raise TransferError(f"{lateness} and is gone ({error})") from None
+        self.unfinished.clear()
+
 
 class NcclWork:
     """A message under way."""
@@ -74,17 +94,12 @@ class NcclWork:
         self._bucket, self._into = bucket, into
 
     def wait(self) -> None:
-        """See :class:`megappo.reshard.transport.Work`."""
-        deadline = time.monotonic() + self._transport.timeout_s
+        """Let the current stream go on after it; see :class:`megappo.reshard.transport.Work`."""
         try:
-            while not self._work.is_completed():
-                if time.monotonic() > deadline:
-                    self._transport.group.abort()
-                    raise TransferError(f"{self._lateness} within {self._transport.timeout_s:g} s")
-                time.sleep(POLL_S)
-            self._work.wait()  # the current stream goes on after it
+            self._work.wait()
         except dist.DistBackendError as error:
             raise TransferError(f"{self._lateness} and is gone ({error})") from None
+        self._transport.unfinished.append((self._work, self._lateness))
         if self._bucket is not None:
             if self._into:
                 unpack(self._bucket, self._into)

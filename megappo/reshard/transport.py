@@ -25,6 +25,8 @@ class Work(Protocol):
     def wait(self) -> None:
         """Return once it is done: the blocks sent may change again, those received hold the values.
 
+        On a GPU that is so for whatever its current stream does next; :meth:`Transport.finish` waits for the stream.
+
         Raises:
             TransferError: it will not arrive.
         """
@@ -41,6 +43,13 @@ class Transport(Protocol):
 
     def receive(self, blocks: Blocks, source: int) -> Work:
         """Start to receive into the blocks."""
+
+    def finish(self) -> None:
+        """Return once every message that was waited for has truly arrived.
+
+        Raises:
+            TransferError: one will not.
+        """
 
 
 class Buckets:
