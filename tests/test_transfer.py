@@ -213,7 +213,7 @@ class Doomed:
 
     def __init__(self, inner: Any, number: int) -> None:
         self.inner, self.number, self.messages = inner, number, 0
-        self.tends = inner.tends
+        self.tends, self.finish = inner.tends, inner.finish
 
     def send(self, blocks: Any, to: int) -> Any:
         return self._next() or self.inner.send(blocks, to)
@@ -232,7 +232,7 @@ class Flipping:
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.messages = inner, 0
-        self.tends = inner.tends
+        self.tends, self.finish = inner.tends, inner.finish
 
     def receive(self, blocks: Any, source: int) -> Any:
         self.messages += 1
@@ -327,6 +327,9 @@ class Loopback:
 
     def __init__(self, mail: list[list[torch.Tensor]]) -> None:
         self.mail, self.flying, self.most = mail, {True: 0, False: 0}, 0
+
+    def finish(self) -> None:
+        assert self.flying == {True: 0, False: 0}
 
     def tends(self, blocks: Any) -> bool:
         return flat(blocks) is None

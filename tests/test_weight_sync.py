@@ -215,7 +215,7 @@ def test_layers_that_vllm_repacks_are_put_through_its_own_reload(case: Case, tmp
         assert np.abs(gap).max() < 1e-4
         repacked.sync(case.a, second, 2)
         assert same(generate(engine, 2), cold_a) and not same(warm_b, cold_a)
-        with pytest.raises(EngineError, match="these layers are staged here, but not in the plan: .*lm_head"):
+        with pytest.raises(EngineError, match=r"these layers are staged here, but not in the plan: .*lm_head"):
             engine.call("join_transfer", case.transfer(first), 0, Meeting("127.0.0.1", 1, 1.0))
     finally:
         engine.close()
