@@ -99,17 +99,14 @@ class Collector:
     ) -> Batch:
         samples = 1 if greedy else self.samples
         requests = make_requests(self.prompts, indices, samples, first_id)
-        (batch,) = self.cluster.gather(
-            self.cluster.rollout.generate(
-                put_table(requests.table),
-                requests.prompt_tokens,
-                self.greedy_sampling if greedy else self.sampling,
-                samples=samples,
-                seed=(self.config.run.seed, step, *([round] if round else [])),
-                version=step,
-            )
+        return self.cluster.generate(
+            put_table(requests.table),
+            requests.prompt_tokens,
+            self.greedy_sampling if greedy else self.sampling,
+            samples=samples,
+            seed=(self.config.run.seed, step, *([round] if round else [])),
+            version=step,
         )
-        return batch
 
 
 def baseline_column(ids: np.ndarray, greedy: Batch) -> list[TableRef]:

@@ -140,6 +140,8 @@ class Run:
     def start_log(self, resumed_at: int | None) -> None:
         """Open the logs; what a killed run logged after its last checkpoint is dropped, since it comes again."""
         self._log.truncate_after(-1 if resumed_at is None else resumed_at)
+        if self._trackers is not None:  # the run starts over
+            self._trackers.close()
         self._trackers = Trackers(
             self.config.run.trackers,
             self.folder,
@@ -177,6 +179,15 @@ class Run:
         self._log.log_samples(_samples(rows, step, "validation"))
         self._warn_of_failed_rewards(rows)
         return validation_metrics(rows)
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """The last complete one, if any."""
+        return self.checkpoints.latest()
+
+    def warn(self, text: str) -> None:
+        """Tell a person."""
+        self.console.warn(text)
 
     @property
     def is_finished(self) -> bool:

@@ -26,6 +26,7 @@ from megappo.ppo.schedule import learning_rate
 from megappo.report.predicted import Prediction
 from megappo.report.speed import speed_metrics, speed_workers
 from megappo.report.step_metrics import Metrics, time_metrics
+from megappo.restarts import with_restarts
 from megappo.run import Run
 from megappo.stop_request import StopRequest, stop_request
 from megappo.workers.objectives import ActorObjective, CriticObjective
@@ -45,18 +46,27 @@ def train(config: Config) -> bool:
     with stop_request() as stop, Run(config) as run:
         if not run.is_finished:
             run.check_rewards()
-            with Cluster(config, run.data_sources, run.console.status) as cluster:
-                trainer = Trainer(config, run, cluster, stop)
-                trainer.resume()
-                if trainer.step == 0 and config.run.validate_before:
-                    run.log(0, trainer.validate())
-                began_at, saved = trainer.step, True
-                while trainer.step < config.run.steps:
-                    if stop.asked and saved:
-                        run.stopped(trainer.step, since=began_at)
-                        return False
-                    saved = trainer.train_step()
+            if not with_restarts(lambda: _train_until_stopped(config, run, stop), run, config.run.restarts):
+                return False
         run.finish()
+    return True
+
+
+def _train_until_stopped(config: Config, run: Run, stop: StopRequest) -> bool:
+    """Train in processes that are started here, and end here however it ends."""
+    if run.is_finished:  # the last one was lost after its last checkpoint
+        return True
+    with Cluster(config, run.data_sources, run.console.status) as cluster:
+        trainer = Trainer(config, run, cluster, stop)
+        trainer.resume()
+        if trainer.step == 0 and config.run.validate_before:
+            run.log(0, trainer.validate())
+        began_at, saved = trainer.step, True
+        while trainer.step < config.run.steps:
+            if stop.asked and saved:
+                run.stopped(trainer.step, since=began_at)
+                return False
+            saved = trainer.train_step()
     return True
 
 
@@ -204,15 +214,13 @@ class Trainer:
             return {}
         samples = self.config.roles.rollout.validation_samples
         requests = make_requests(prompts, np.arange(len(prompts)), samples)
-        (batch,) = self.cluster.gather(
-            self.cluster.rollout.generate(
-                put_table(requests.table),
-                requests.prompt_tokens,
-                self.validation_sampling,
-                samples=samples,
-                seed=(self.config.run.seed,),
-                version=self.step,
-            )
+        batch = self.cluster.generate(
+            put_table(requests.table),
+            requests.prompt_tokens,
+            self.validation_sampling,
+            samples=samples,
+            seed=(self.config.run.seed,),
+            version=self.step,
         )
         batch = batch.with_columns(*self.cluster.gather(self.cluster.reward.score(batch)))
         return {**self.run.keep_validation(self.step, batch), "timing_s/testing": time.time() - began}

@@ -19,6 +19,7 @@ import ray
 
 from megappo.cluster.calls import Timed
 from megappo.cluster.dataflow import Selection, TableRef, put_table
+from megappo.cluster.watch import Address, Watch
 from megappo.fit import Device
 from megappo.stack import Wanted, problems
 from megappo.workers.lifetime import end_with_parent
@@ -30,8 +31,10 @@ def timed(method: Callable[..., Any]) -> Callable[..., Timed]:
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Timed:
         began = time.time()
+        role = next((f" {arg}" for arg in args[1:2] if isinstance(arg, str)), "")  # or the method of an engine
         try:
-            value = method(*args, **kwargs)
+            with args[0].watch.doing(f"{method.__name__}{role}"):
+                value = method(*args, **kwargs)
             return Timed(value, began, time.time(), device_memory_gib=_device_memory_gib())
         except (KeyboardInterrupt, SystemExit):
             raise
@@ -62,11 +65,13 @@ class LoggedProcess:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(descriptor, stream.fileno())
+        self.watch = Watch(log_file)
 
     @timed
-    def whereabouts(self) -> tuple[str, str]:
-        """(IP address of this node, the device indices that this process was given)."""
-        return ray.util.get_node_ip_address(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    def whereabouts(self) -> tuple[Address, str]:
+        """(where this process tells what it is doing, the device indices that it was given)."""
+        address = Address(ray.util.get_node_ip_address(), self.watch.port, self.watch.token)
+        return address, os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     @timed
     def stack_problems(self, wanted: Sequence[Wanted]) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError
+
+from megappo.cluster.watch import Address, Sight, look
 
 Result = TypeVar("Result")
 
@@ -20,15 +22,28 @@ class WorkerFailed(RuntimeError):
     """A worker raised, died or did not answer in time; the message names role, rank and node."""
 
 
+class WorkerLost(WorkerFailed):
+    """It died, lost its connections or did not answer: another in its place may well go on.
+
+    Attributes:
+        died: those that are known to be dead, where nothing else went wrong.
+    """
+
+    def __init__(self, message: str, died: frozenset[Place] = frozenset()) -> None:
+        super().__init__(message)
+        self.died = died
+
+
 @dataclass(frozen=True)
 class Place:
-    """Who a call runs on."""
+    """Who a call runs on; ``watch`` tells what it is doing."""
 
     role: str
     rank: int
     pool: str
     node: str
     log: str
+    watch: Address | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.role} rank {self.rank} (pool {self.pool}, node {self.node})"
@@ -99,26 +114,43 @@ class Calls:
         """Wait for all of these; meanwhile a failure of any call, awaited here or not, is raised at once.
 
         Raises:
-            WorkerFailed: some call failed or ran out of time.
+            WorkerLost: a worker died or ran out of time.
+            WorkerFailed: some call failed otherwise.
         """
         wanted = {call.ref for one in pending for call in one.calls}
         while wanted - self._done.keys():
             self._wait_for_any()
         return [one.combine([self._done.pop(call.ref) for call in one.calls]) for one in pending]
 
+    def forget(self, calls: Iterable[Call]) -> None:
+        """Wait for these no longer."""
+        for call in calls:
+            self._running.pop(call.ref, None)
+            self._done.pop(call.ref, None)
+
     def _wait_for_any(self) -> None:
         oldest, started = min(self._running.values(), key=lambda entry: entry[1])
         left = started + self.timeout_s - time.monotonic()
         ready, _ = ray.wait(list(self._running), num_returns=1, timeout=max(left, 0.0))
         if not ready:
-            late = [str(call.place) for call, since in self._running.values() if since <= started + 1.0]
-            raise WorkerFailed(
-                f"{oldest.method}: no answer within run.timeout_s = {self.timeout_s:g} s from {', '.join(late)}; "
-                f"see {oldest.place.log}"
-            )
+            raise WorkerLost(self._lateness(oldest, started))
         failures = self._take(ready)
         if failures:
-            raise WorkerFailed(self._blame(failures))
+            raise self._blame(failures)
+
+    def _lateness(self, oldest: Call, started: float) -> str:
+        """The message for calls that took too long: those that others wait for come first."""
+        due = {str(call.place): call.place for call, since in self._running.values() if since <= started + 1.0}
+        sights = self._sights()
+        late = [sight.name for sight in sights if sight.late and sight.name in due] or list(due)
+        return (
+            f"{oldest.method}: no answer within run.timeout_s = {self.timeout_s:g} s from {', '.join(late)}; "
+            f"see {due[late[0]].log}\n{_table(sights)}"
+        )
+
+    def _sights(self) -> Sequence[Sight]:
+        """What those are doing that have something to do."""
+        return look({str(call.place): call.place.watch for call, _ in self._running.values()})
 
     def _take(self, ready: Sequence[ray.ObjectRef]) -> list[_Failure]:
         """Move finished calls out of the running ones; those that failed come back."""
@@ -137,8 +169,8 @@ class Calls:
             self._done[ref] = timed.value
         return failures
 
-    def _blame(self, failures: list[_Failure]) -> str:
-        """The message for the failure that caused the others.
+    def _blame(self, failures: list[_Failure]) -> WorkerFailed:
+        """The error that tells of the failure which caused the others.
 
         When a process dies, its peers' collectives break at once, often before Ray reports the death; so others are
         given a moment to come in, and a death is taken for the cause before a broken connection.
@@ -154,7 +186,16 @@ class Calls:
             headline = f"{cause.call.place} died in {cause.call.method} (killed, or out of memory?): {cause.text}"
         else:
             headline = f"{cause.call.place} failed in {cause.call.method}:\n{cause.text}"
-        return f"{headline}\nsee {cause.call.place.log}{also}"
+        message = f"{headline}\nsee {cause.call.place.log}{also}"
+        if cause.rank == _OWN_ERROR:
+            return WorkerFailed(message)
+        if cause.rank == _BROKEN and self._running:  # those who are still at it may be what the others waited for
+            message += f"\n{_table(self._sights())}"
+        alone = all(failure.died for failure in failures)
+        return WorkerLost(message, frozenset(failure.call.place for failure in failures) if alone else frozenset())
+
+
+_DEATH, _OWN_ERROR, _BROKEN = range(3)
 
 
 @dataclass(frozen=True)
@@ -166,8 +207,18 @@ class _Failure:
     @property
     def rank(self) -> int:
         """Lower is likelier the cause: a death, then an error of its own, then a connection that others broke."""
-        broken = ("Connection closed by peer", "Connection reset by peer", "OwnerDied", "Broken pipe", "NCCL error")
-        return 0 if self.died else 2 if any(sign in self.text for sign in broken) else 1
+        broken = (
+            *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL error", "OwnerDied"),
+            *("Timed out waiting", "Watchdog caught collective operation timeout", "TransferError:"),
+        )
+        return _DEATH if self.died else _BROKEN if any(sign in self.text for sign in broken) else _OWN_ERROR
+
+
+def _table(sights: Sequence[Sight]) -> str:
+    """Late ones first."""
+    width = max(len(sight.name) for sight in sights)
+    rows = sorted(sights, key=lambda sight: not sight.late)
+    return "\n".join(f"  {sight.name:<{width}}  {sight.doing}" for sight in rows)
 
 
 def _words(error: RayError) -> str:

@@ -8,24 +8,27 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import ray
 
 from megappo.cluster.calls import Calls, Pending
+from megappo.cluster.dataflow import Batch, TableRef
 from megappo.cluster.groups import MegatronGroup, Member, RewardGroup, RolloutGroup, layouts
 from megappo.cluster.pools import Pool, end_on_sigterm, reserve_pools, start_ray
+from megappo.cluster.serving import Serving
 from megappo.cluster.start import Starter
 from megappo.cluster.weights import WeightSync
 from megappo.config import Config, MegatronRoleConfig
 from megappo.fit import check_fit
 from megappo.stack import MEGATRON, ROLLOUT
-from megappo.workers.settings import EngineSettings, RoleSettings
+from megappo.workers.settings import EngineSettings, RoleSettings, Sampling
 
 
 class Cluster:
     """The worker groups of a run, as a context manager.
 
     Attributes:
-        actor, critic, reference, rollout, reward: the groups; ``critic`` is ``None`` where advantages need no values,
+        actor, critic, reference, reward: the groups; ``critic`` is ``None`` where advantages need no values,
             ``reference`` where no KL term is in use.
         calls: waits for what they were asked.
         device_name: of the Megatron processes' devices, as CUDA names it; "cpu" without.
@@ -34,7 +37,6 @@ class Cluster:
     actor: MegatronGroup
     critic: MegatronGroup | None
     reference: MegatronGroup | None
-    rollout: RolloutGroup
     reward: RewardGroup
     device_name: str
 
@@ -96,7 +98,18 @@ class Cluster:
 
     def sync_weights(self, version: int) -> int:
         """See :meth:`WeightSync.sync`."""
-        return self._weights.sync(version)
+        return self._serving.sync_weights(version)
+
+    @property
+    def rollout(self) -> RolloutGroup:
+        """The engines."""
+        return self._serving.group
+
+    def generate(self, requests: TableRef, prompt_tokens: np.ndarray, sampling: Sampling, **options: Any) -> Batch:
+        """Sample responses; see :meth:`RolloutGroup.generation` and :meth:`Serving.generate`."""
+        return self._serving.generate(
+            lambda engines: engines.generation(requests, prompt_tokens, sampling, **options), options["version"]
+        )
 
     # --- starting ------------------------------------------------------------------------------------------------
 
@@ -125,16 +138,16 @@ class Cluster:
         if shared:
             (serving,) = start.located(start.engines_beside(members[serving_pool]))
             start.check_stacks((serving, ROLLOUT[device]))
-        self.rollout = RolloutGroup(serving, self.calls)
+        rollout, settings = RolloutGroup(serving, self.calls), self._engine_settings(sleeping)
         self.reward = RewardGroup(scorers, self.calls)
-        engines = self.rollout.each("build", lambda _: (self._engine_settings(sleeping),))
+        engines = rollout.each("build", lambda _: (settings,))
         scoring = (config.model_folder("actor"), config.roles.reward.absolute(), list(data_sources))
         rewards = self.reward.each("build", lambda _: scoring)
         if shared:  # vLLM measures what memory is left to it, so nothing else may come and go meanwhile
             status("starting the engines")
             self.gather(engines)
             if sleeping:
-                self.gather(self.rollout.ask("sleep", lambda _: ()))
+                self.gather(rollout.ask("sleep", lambda _: ()))
         groups = {}
         for name, layout in layouts(roles, config.pools).items():
             ranks = tuple(Member(m.actor, replace(m.place, role=name), m.device) for m in members[roles[name].pool])
@@ -149,7 +162,10 @@ class Cluster:
             for name, group in groups.items()
             if roles[name].offload != "none" and roles[name].pool == serving_pool
         ]
-        self._weights = WeightSync(config, self.calls, self.actor, self.rollout, offloading, sleeping=sleeping)
+        self._weights = WeightSync(config, self.calls, self.actor, rollout, offloading, sleeping=sleeping)
+        # Where an engine shares devices, its successor would have to measure them empty: all starts over.
+        limit = 0 if shared else config.run.restarts
+        self._serving = Serving(start, settings, self._weights, replacements=limit, status=status)
 
     def _settings(self, group: MegatronGroup, role: MegatronRoleConfig) -> RoleSettings:
         return RoleSettings(

@@ -103,10 +103,24 @@ class MegatronGroup(Group):
 
 
 @dataclass(frozen=True)
+class Generation:
+    """What a group of engines is asked to generate.
+
+    Attributes:
+        shares: the arguments of each engine. A share's result follows from them and the weights, whichever engine
+            takes it.
+        combine: makes the batch of the results, in the order of the shares.
+    """
+
+    shares: tuple[tuple[Any, ...], ...]
+    combine: Callable[[list[tuple[TableRef, np.ndarray]]], Batch]
+
+
+@dataclass(frozen=True)
 class RolloutGroup(Group):
     """All vLLM engines."""
 
-    def generate(
+    def generation(
         self,
         requests: TableRef,
         prompt_tokens: np.ndarray,
@@ -115,8 +129,8 @@ class RolloutGroup(Group):
         samples: int,
         seed: Sequence[int],
         version: int,
-    ) -> Pending[Batch]:
-        """Generate one response a row; all samples of a prompt on the same engine, which computes the prompt once.
+    ) -> Generation:
+        """One response a row; all samples of a prompt on the same engine, which computes the prompt once.
 
         Args:
             requests: ``id``, ``prompt_ids`` and whatever else the batch shall carry.
@@ -135,10 +149,13 @@ class RolloutGroup(Group):
             tables = tuple(table for table, _ in results)
             return Batch(ids, prompt_tokens + lengths - 1, lengths, ((requests,), tables))
 
-        def arguments(engine: int) -> tuple[Any, ...]:
-            return asked.select(("prompt_ids",), pieces[engine]), sampling, seeds[engine], version
+        selected = [asked.select(("prompt_ids",), piece) for piece in pieces]
+        shares = [(rows, sampling, number, version) for rows, number in zip(selected, seeds, strict=True)]
+        return Generation(tuple(shares), combine)
 
-        return self.each("generate", arguments, combine)
+    def generate(self, generation: Generation) -> Pending[Batch]:
+        """Start to generate, a share on each engine."""
+        return self.each("generate", lambda engine: generation.shares[engine], generation.combine)
 
     def ask(
         self, method: str, arguments: Callable[[int], Sequence[Any]], combine: Callable[[list[Any]], Any] = list

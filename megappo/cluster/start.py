@@ -38,14 +38,15 @@ class Starter:
         return members
 
     def engines(self) -> list[Member]:
+        pool = self.pools[self.config.roles.rollout.pool]
+        return [self.engine(index) for index in range(pool.config.devices // self.config.roles.rollout.tp)]
+
+    def engine(self, index: int) -> Member:
+        """One engine, on devices that no Megatron process has."""
         pool, tp = self.pools[self.config.roles.rollout.pool], self.config.roles.rollout.tp
-        environment = worker_environment(self.config)
-        members = []
-        for index in range(pool.config.devices // tp):
-            log = self._log_file(f"rollout-engine{index}")
-            actor = pool.start(RolloutProcess, index, tp, log, environment=environment)
-            members.append(Member(actor, Place("rollout", index, pool.name, "?", log)))
-        return members
+        log = self._log_file(f"rollout-engine{index}")
+        actor = pool.start(RolloutProcess, index, tp, log, environment=worker_environment(self.config))
+        return Member(actor, Place("rollout", index, pool.name, "?", log))
 
     def engines_beside(self, hosts: Sequence[Member]) -> list[Member]:
         """Engines on the devices of a pool's Megatron processes."""
@@ -73,8 +74,8 @@ class Starter:
         asked = [Group(tuple(members), self.calls).each("whereabouts", lambda _: ()) for members in started]
         return [
             tuple(
-                Member(member.actor, replace(member.place, node=node), device)
-                for member, (node, device) in zip(members, found, strict=True)
+                Member(member.actor, replace(member.place, node=address.host, watch=address), device)
+                for member, (address, device) in zip(members, found, strict=True)
             )
             for members, found in zip(started, self.calls.gather(*asked), strict=True)
         ]

@@ -53,6 +53,15 @@ class WeightSync:
         self._sleeping, self._asleep, self._mapped = sleeping, sleeping, False
         self._connect()
 
+    def reconnect(self, rollout: RolloutGroup) -> None:
+        """Form the transfer group anew with these engines.
+
+        Raises:
+            WeightMismatch: weights would go to wrong places.
+        """
+        self.rollout = rollout
+        self._connect()
+
     def rest(self) -> None:
         """Give the engines' memory to the roles that share their devices; a weight sync wakes them again."""
         if self._sleeping and not self._asleep:

@@ -1,0 +1,128 @@
+"""The engines in service: what they generate comes complete, also when one of them dies meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from megappo.cluster.calls import Call, Calls, Pending, WorkerLost
+from megappo.cluster.dataflow import Batch
+from megappo.cluster.groups import Generation, Group, Member, RolloutGroup
+from megappo.cluster.start import Starter
+from megappo.cluster.weights import WeightSync
+from megappo.workers.settings import EngineSettings
+
+
+class Serving:
+    """Engines that have devices of their own. One that dies is replaced; the others take over what it was asked.
+
+    Its state: the successors that are starting, by number of the engine, and how many died since the last weight sync.
+    """
+
+    def __init__(
+        self,
+        starter: Starter,
+        settings: EngineSettings,
+        weights: WeightSync,
+        *,
+        replacements: int,
+        status: Callable[[str], None],
+    ) -> None:
+        """Take over engines that are built and connected.
+
+        Args:
+            replacements: how many may be replaced between two weight syncs; with 0 a death ends the run.
+            status: told when one dies.
+        """
+        self._starter, self._settings, self._weights = starter, settings, weights
+        self._calls: Calls = starter.calls
+        self._limit, self._replaced, self._status = replacements, 0, status
+        self._successors: dict[int, tuple[Member, Pending[Any]]] = {}
+
+    @property
+    def group(self) -> RolloutGroup:
+        """The engines, successors of dead ones among them."""
+        return self._weights.rollout
+
+    def generate(self, asked: Callable[[RolloutGroup], Generation], version: int) -> Batch:
+        """Generate with weights of this version, which the actor has.
+
+        Raises:
+            WorkerLost: more engines died than may be replaced, or other workers.
+        """
+        self._put_into_service(version)
+        generation = asked(self.group)
+        pending = self.group.generate(generation)
+        while True:
+            try:
+                (batch,) = self._calls.gather(pending)
+                return batch
+            except WorkerLost as loss:
+                self._replace(loss)
+                pending = self._redistribute(pending, generation, loss, version)
+
+    def sync_weights(self, version: int) -> int:
+        """See :meth:`WeightSync.sync`; engines that died while they had nothing to do are replaced before."""
+        if self._limit:
+            try:
+                self._calls.gather(self.group.each("whereabouts", lambda _: ()))
+            except WorkerLost as loss:
+                self._replace(loss)
+        self._connect_successors()
+        self._replaced = 0
+        return self._weights.sync(version)
+
+    def _replace(self, loss: WorkerLost) -> None:
+        """Start successors of the engines that died; raises the loss again if that is not all there is to it."""
+        dead = {place.rank for place in loss.died}
+        self._replaced += len(dead)
+        only_engines = dead and all(place.role == "rollout" for place in loss.died)
+        if not only_engines or self._replaced > self._limit or dead & self._successors.keys():
+            raise loss
+        self._status(f"lost: {loss}\nstarting in its place: {', '.join(f'engine {rank}' for rank in sorted(dead))}")
+        for rank in dead:
+            ray.kill(self.group.members[rank].actor)  # and what it may have left on its devices
+            member = self._starter.engine(rank)
+            build = Group((member,), self._calls).each("build", lambda _: (self._settings,))
+            self._successors[rank] = member, build
+
+    def _redistribute(
+        self, pending: Pending[Batch], generation: Generation, loss: WorkerLost, version: int
+    ) -> Pending[Batch]:
+        """The same generation without the dead: what they had done is lost too, since they held it."""
+        dead = {place.rank for place in loss.died}
+        self._calls.forget(call for call in pending.calls if call.place.rank in dead)
+        if not (serving := self._in_service()):
+            self._put_into_service(version)
+            serving = self._in_service()
+        calls = list(pending.calls)
+        lost = [share for share, call in enumerate(calls) if call.place.rank in dead]
+        for turn, share in enumerate(lost):
+            calls[share] = self._ask(serving[turn % len(serving)], generation.shares[share])
+        return Pending(tuple(calls), pending.combine)
+
+    def _ask(self, member: Member, share: tuple[Any, ...]) -> Call:
+        return self._calls.start(member.place, "generate", member.actor.generate.remote(*share))
+
+    def _in_service(self) -> list[Member]:
+        return [member for rank, member in enumerate(self.group.members) if rank not in self._successors]
+
+    def _put_into_service(self, version: int) -> None:
+        if self._connect_successors():
+            self._weights.sync(version)
+
+    def _connect_successors(self) -> bool:
+        """Wait for successors that are starting, and let them join the weight sync: they serve after the next one."""
+        if not self._successors:
+            return False
+        self._calls.gather(*(build for _, build in self._successors.values()))
+        (located,) = self._starter.located([member for member, _ in self._successors.values()])
+        found = dict(zip(self._successors, located, strict=True))
+        members = tuple(found.get(rank, member) for rank, member in enumerate(self.group.members))
+        self._successors = {}
+        self._weights.reconnect(replace(self.group, members=members))
+        self._status(f"back in service after this weight sync: {', '.join(f'engine {rank}' for rank in sorted(found))}")
+        return True

@@ -1,0 +1,163 @@
+"""What a process is doing, told by a thread of its own while a call runs or hangs; and the table of all of them.
+
+The driver asks when a time limit expires. A process that is stopped, or whose node is gone, does not answer, which
+tells as much. One that waits for others in a collective says so, so that the one they wait for stands out.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ANSWER_S = 1.0
+"""How long an answer may take: the thread that gives it has nothing else to do."""
+WAITING = ("torch/distributed/", "megappo/reshard/gloo.py", "megappo/reshard/shared_memory.py")
+"""Where a thread is that waits for other ranks, besides lines that say ``.wait(``."""
+OWN = ("megappo/", "megatron/", "vllm/")
+
+
+class Watch:
+    """Answers for this process, as ``(port, token)``; only those who know the token are answered."""
+
+    def __init__(self, log_file: str) -> None:
+        """Start the thread.
+
+        Args:
+            log_file: of this process; what NCCL has recorded goes beside it.
+        """
+        self._record = Path(log_file).with_suffix(".nccl.json")
+        self._calls: dict[int, tuple[str, float]] = {}  # by thread
+        self._socket = socket.create_server(("", 0))
+        self.port, self.token = self._socket.getsockname()[1], secrets.token_hex(16)
+        threading.Thread(target=self._serve, name="watch", daemon=True).start()
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """This thread is at it while in here."""
+        self._calls[threading.get_ident()] = what, time.time()
+        try:
+            yield
+        finally:
+            del self._calls[threading.get_ident()]
+
+    def _serve(self) -> None:
+        while True:
+            peer, _ = self._socket.accept()
+            try:
+                with peer:
+                    peer.settimeout(ANSWER_S)
+                    if secrets.compare_digest(peer.recv(64), self.token.encode()):
+                        peer.sendall(json.dumps(self._answer()).encode())
+            except OSError:
+                continue
+
+    def _answer(self) -> dict[str, Any]:
+        frames = sys._current_frames()
+        calls = [(what, since, frames.get(thread)) for thread, (what, since) in list(self._calls.items())]
+        if not calls:
+            return {}
+        what, since, frame = calls[0]
+        out = {"what": what, "since": since, **(_where(frame) if frame else {})}
+        if active := _nccl_record(self._record):
+            out |= {"at": active, "waits": True}
+        return out
+
+
+def _where(frame: FrameType) -> dict[str, Any]:
+    """The innermost function of this program or of a library that it is built on, and whether it waits for others."""
+    stack: list[FrameType] = []
+    at: FrameType | None = frame
+    while at is not None:
+        stack.append(at)
+        at = at.f_back
+    file = stack[0].f_code.co_filename
+    waits = any(sign in file for sign in WAITING) or ".wait(" in linecache.getline(file, stack[0].f_lineno)
+    inner = next((f for f in stack if any(sign in f.f_code.co_filename for sign in OWN)), stack[0])
+    place = "/".join(Path(inner.f_code.co_filename).parts[-3:])
+    deepest = stack[0].f_code.co_name if stack[0] is not inner else ""
+    return {"at": f"{inner.f_code.co_name} ({place}:{inner.f_lineno})", "inner": deepest, "waits": waits}
+
+
+def _nccl_record(file: Path) -> str:
+    """Write what PyTorch's flight recorder has, if anything; returns the collectives that have not ended."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return ""
+    from torch._C._distributed_c10d import _dump_nccl_trace_json
+
+    text = _dump_nccl_trace_json(includeCollectives=True, onlyActive=False)
+    file.write_bytes(text)
+    running = [entry for entry in json.loads(text).get("entries", ()) if entry.get("state") in ("scheduled", "started")]
+    return ", ".join(
+        f"{entry['profiling_name']} number {entry['collective_seq_id']} of group {entry['process_group'][1]}"
+        for entry in running[:1]
+    )
+
+
+@dataclass(frozen=True)
+class Address:
+    """Of a process's :class:`Watch`."""
+
+    host: str
+    port: int
+    token: str
+
+    def ask(self) -> dict[str, Any] | None:
+        """What the process is doing; None if it does not answer."""
+        try:
+            with socket.create_connection((self.host, self.port), ANSWER_S) as peer:
+                peer.settimeout(ANSWER_S)
+                peer.sendall(self.token.encode())
+                parts = []
+                while part := peer.recv(65536):
+                    parts.append(part)
+            return json.loads(b"".join(parts))
+        except (OSError, ValueError):
+            return None
+
+
+@dataclass(frozen=True)
+class Sight:
+    """One line of the table."""
+
+    name: str
+    doing: str
+    late: bool
+
+
+def look(watches: Mapping[str, Address | None]) -> Sequence[Sight]:
+    """Ask all at the same time.
+
+    Args:
+        watches: by the name of the process; None where it has not said where it is yet.
+    """
+    with ThreadPoolExecutor(min(len(watches), 64) or 1) as threads:
+        answers = list(threads.map(lambda address: address and address.ask(), watches.values()))
+    return [_sight(name, address, answer) for (name, address), answer in zip(watches.items(), answers, strict=True)]
+
+
+def _sight(name: str, address: Address | None, answer: dict[str, Any] | None) -> Sight:
+    if address is None:
+        return Sight(name, "has not started", late=True)
+    if answer is None:
+        return Sight(name, "does not answer: stopped, stuck in native code, or its node is gone", late=True)
+    if not answer:
+        return Sight(name, "has nothing to do", late=False)
+    verb = "waits for others in" if answer.get("waits") else "is in"
+    inner = f" < {answer['inner']}" if answer.get("inner") else ""
+    since = time.time() - answer["since"]
+    return Sight(
+        name, f"{answer['what']} for {since:.0f} s; {verb} {answer.get('at', '?')}{inner}", not answer["waits"]
+    )
