@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,10 @@ from typing import Any
 
 STATE_NAME = "trainer.json"
 PARTIAL = ".partial"
+
+
+class DiskFull(RuntimeError):
+    """A checkpoint did not fit onto the disk; the one before is untouched."""
 
 
 class Checkpoints:
@@ -38,13 +43,25 @@ class Checkpoints:
         """A folder to write a checkpoint into; it gets its name only if nothing is raised, and older ones are removed.
 
         The state of the trainer must be written last, by :meth:`write_state`.
+
+        Raises:
+            DiskFull: what was raised inside came of it.
         """
         final = self.folder / f"step_{step}"
         partial = final.with_name(final.name + PARTIAL)
         for leftover in self.folder.glob(f"step_*{PARTIAL}"):
             shutil.rmtree(leftover)
         partial.mkdir(parents=True)
-        yield partial
+        try:
+            yield partial
+        except Exception as error:
+            if not self._is_full(error):
+                raise
+            shutil.rmtree(partial, ignore_errors=True)
+            raise DiskFull(
+                f"{self.folder}: the disk is full, so that the checkpoint of step {step} could not be written: make "
+                "room (run.keep_checkpoints, run.dump_rollouts); the same command goes on from the checkpoint before"
+            ) from error
         if not (partial / STATE_NAME).is_file():
             raise RuntimeError(f"{partial}: the checkpoint was not finished")
         sync_tree(partial)
@@ -57,6 +74,9 @@ class Checkpoints:
             # Renamed first, so that a removal that is cut short leaves no half checkpoint behind.
             old.rename(doomed := old.with_name(old.name + PARTIAL))
             shutil.rmtree(doomed)
+
+    def _is_full(self, error: Exception) -> bool:
+        return os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(self.folder).free < 2**20
 
     @staticmethod
     def write_state(folder: Path, state: dict[str, Any]) -> None:

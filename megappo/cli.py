@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 141
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return _refuse(f"{error.filename or 'the disk'}: {error.strerror}: make room, and give the same command", 1)
         if not type(error).__module__.startswith("megappo."):
             raise
         # Our own exceptions say in words what is wrong; a traceback through this program would only hide it.
@@ -167,9 +170,9 @@ def _print_report(report: Report) -> None:
         print(f"error: {line}", file=sys.stderr)
 
 
-def _refuse(text: str) -> int:
+def _refuse(text: str, status: int = BAD_INPUT) -> int:
     print(f"error: {text}", file=sys.stderr)
-    return BAD_INPUT
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

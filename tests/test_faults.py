@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -23,8 +26,11 @@ import torch
 from installed import GPU, install
 from small_run import MARK, Command, kill, log_steps, make_run_folder, marked, worker_pid
 
-from megappo.cluster.calls import Calls, Span, WorkerFailed
+from megappo.checkpoints import DiskFull
+from megappo.cluster.calls import Calls, Span, WorkerFailed, WorkerLost
+from megappo.cluster.dataflow import Batch, put_table
 from megappo.config import load_config
+from megappo.data.requests import make_requests
 from megappo.report.run_log import read_log
 from megappo.stop_request import STOPPED
 
@@ -42,6 +48,7 @@ class Session:
     folder: Path
     trainer: Any
     mark: str
+    console: io.StringIO
 
     @property
     def cluster(self) -> Any:
@@ -69,11 +76,12 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         patch.chdir(folder)
         patch.setenv(MARK, mark)
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        config = load_config("config.yaml", SMALLER)
-        with Run(config) as run, Cluster(config, run.data_sources, run.console.status) as cluster:
+        config = load_config("config.yaml", [*SMALLER, "run.restarts=1"])
+        console = io.StringIO()
+        with Run(config) as run, Cluster(config, run.data_sources, lambda text: print(text, file=console)) as cluster:
             trainer = Trainer(config, run, cluster)
             trainer.resume()
-            yield Session(folder, trainer, mark)
+            yield Session(folder, trainer, mark, console)
         deadline = time.monotonic() + 10
         while left := marked(mark):
             assert time.monotonic() < deadline, f"still alive: {[process.cmdline() for process in left]}"
@@ -132,32 +140,103 @@ def test_a_worker_that_does_not_answer_is_named(session: Session) -> None:
         os.kill(stopped, signal.SIGCONT)
         cluster.calls.timeout_s = usual
     assert time.monotonic() - began < 5
-    assert "score: no answer within run.timeout_s = 2 s from" in str(failure.value)
-    assert "actor rank 1 (pool train, node " in str(failure.value)
+    text = str(failure.value)
+    assert isinstance(failure.value, WorkerLost)
+    headline = (
+        r"score: no answer within run.timeout_s = 2 s from actor rank 1 \(pool train, node [\d.]+\); see \S*train-"
+    )
+    assert re.match(headline, text), text
+    assert re.search(r"\n  actor rank 1 \(.*\)  does not answer: stopped", text), text
+    # Its peer has sent its part, and stands in a collective of the forward pass.
+    assert re.search(r"\n  actor rank 0 \(.*\)  score actor for \d s; waits for others in \w+ \(megatron/", text), text
     session.forget_calls()
     session.trainer.evaluate(batch)  # it only slept
 
 
-def test_an_engine_that_is_killed_is_named(session: Session) -> None:
-    cluster, run = session.cluster, session.trainer.run
-    from megappo.cluster.dataflow import put_table
-    from megappo.data.requests import make_requests
+def test_a_reward_process_that_never_returns_is_named(session: Session) -> None:
+    cluster = session.cluster
+    stopped = session.pid("reward.log")
+    batch = session.trainer.collector.collect(session.trainer.step, session.trainer.position)
+    usual, cluster.calls.timeout_s = cluster.calls.timeout_s, 2.0
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        with pytest.raises(WorkerLost, match=r"^score: no answer within .* s from reward rank 0 \(") as failure:
+            session.trainer.evaluate(batch)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+        cluster.calls.timeout_s = usual
+    assert re.search(r"\n  reward rank 0 \(pool driver, .*\)  does not answer", str(failure.value))
+    session.forget_calls()
+    session.trainer.evaluate(batch)
 
-    requests = make_requests(run.train_prompts, np.arange(20), 40)
 
-    pending = cluster.rollout.generate(
-        put_table(requests.table),
-        requests.prompt_tokens,
-        session.trainer.collector.sampling,
-        samples=40,
-        seed=(1,),
-        version=session.trainer.step,
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(session: Session) -> None:
+    trainer, checkpoints = session.trainer, session.trainer.run.checkpoints
+    trainer.save({})
+    needed = sum(path.stat().st_size for path in checkpoints.latest().rglob("*"))
+    with small_disk(checkpoints.folder, needed * 3 // 2):
+        trainer.save({})
+        trainer.step += 1
+        with pytest.raises(DiskFull, match="the disk is full") as failure:
+            trainer.save({})
+        assert f"{checkpoints.folder}: " in str(failure.value)
+        session.forget_calls()
+        trainer.resume()
+        assert [path.name for path in checkpoints.folder.iterdir()] == [f"step_{trainer.step}"]
+    trainer.train_step()
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, of_bytes: int) -> Iterator[None]:
+    """A file system of its own, mounted on a folder, whose content is hidden meanwhile."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={of_bytes}", "none", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@dataclass
+class Killing:
+    """Long requests to the engines, during which one is killed."""
+
+    session: Session
+
+    def generate(self) -> Batch:
+        requests = make_requests(self.session.trainer.run.train_prompts, np.arange(20), 40)
+        sampling, version = self.session.trainer.collector.sampling, self.session.trainer.step
+        options: dict[str, Any] = {"samples": 40, "seed": (1,), "version": version}
+        return self.session.cluster.generate(put_table(requests.table), requests.prompt_tokens, sampling, **options)
+
+    def kill_soon(self) -> threading.Timer:
+        timer = threading.Timer(0.2, kill, [self.session.pid("rollout-engine0.log")])
+        timer.start()
+        return timer
+
+
+def test_an_engine_that_is_killed_is_replaced_and_its_prompts_come_again(session: Session) -> None:
+    killing, cluster = Killing(session), session.cluster
+    undisturbed = killing.generate().read("response_ids", "rollout_logprobs", "weight_version")
+    before = session.pid("rollout-engine0.log")
+    killing.kill_soon()
+    replaced = killing.generate().read("response_ids", "rollout_logprobs", "weight_version")
+    assert session.pid("rollout-engine0.log") != before
+    assert replaced.equals(undisturbed)  # the same weights, which are not those on the disk, and the same seed
+    shown = session.console.getvalue()
+    assert re.search(r"lost: rollout rank 0 \(pool serve, node [\d.]+\) died in generate", shown), shown
+    assert shown.index("starting in its place: engine 0") < shown.index(
+        "back in service after this weight sync: engine 0"
     )
-    time.sleep(0.2)
-    kill(session.pid("rollout-engine0.log"))
+    assert cluster.sync_weights(session.trainer.step) > 0  # with the new one
+
+
+def test_an_engine_that_is_killed_once_more_ends_the_run_with_its_name(session: Session) -> None:
+    session.cluster._serving._limit = 0
+    Killing(session).kill_soon()
     began = time.monotonic()
-    with pytest.raises(WorkerFailed, match=r"rollout rank 0 \(pool serve, node [\d.]+\) died in generate") as failure:
-        cluster.gather(pending)
+    with pytest.raises(WorkerLost, match=r"rollout rank 0 \(pool serve, node [\d.]+\) died in generate") as failure:
+        Killing(session).generate()
     assert time.monotonic() - began < 10
     assert str(failure.value).endswith("rollout-engine0.log")
     session.forget_calls()

@@ -85,7 +85,10 @@ def whole(fresh: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 @dataclass(frozen=True)
 class Killed:
-    """The same run, killed after step 3 (its checkpoint is of step 2), then robbed of a worker in step 3, then left."""
+    """The same run, killed after step 3 (its checkpoint is of step 2); then robbed of a worker in step 3, twice.
+
+    The second time it may start over by itself.
+    """
 
     steps_when_killed: list[int]
     worker_failure: Outcome
@@ -118,7 +121,9 @@ def killed(fresh: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ki
     second.assert_nothing_left()
     failure = Outcome(folder, status, second.text)
 
-    third = Command(folder)
+    third = Command(folder, "run.restarts=1")
+    third.until(lambda: "resumed" in third.text)
+    kill(worker_pid(third.processes(), folder / "run" / "logs" / "train-rank2.log"))
     yield Killed(steps, failure, seconds, Outcome(folder, third.wait(), third.text))
     third.kill_all()
 
@@ -264,6 +269,14 @@ def test_a_worker_that_dies_ends_the_command_with_its_name(killed: Killed) -> No
     assert re.search(r"error: critic rank 1 \(pool value, node [\d.]+\) died in \w+ ", message), message
     assert "value-rank1.log" in message
     assert "Traceback" not in failure.console
+
+
+def test_with_restarts_it_starts_over_by_itself(killed: Killed) -> None:
+    assert killed.finished.status == 0, killed.finished.console
+    lines = killed.finished.console
+    assert re.search(r"WARNING: actor rank 2 \(pool train, node [\d.]+\) died in \w+ ", lines), lines
+    assert "starting over from the checkpoint step_2 (restart 1 of run.restarts = 1)" in lines
+    assert lines.count("resumed from the checkpoint of step 2") == 2
 
 
 def test_resumed_run_equals_the_uninterrupted_one(whole: Outcome, killed: Killed) -> None:

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 import ray
+from ray.exceptions import RayError
 
+from megappo.cluster.calls import WorkerLost
 from megappo.data import batch as rows_of
 
 
@@ -132,5 +134,12 @@ class Batch:
         return Selection(ids, tuple(columns), tuple(needed))
 
     def read(self, *columns: str) -> pa.Table:
-        """Fetch some columns of all rows."""
-        return self.select(columns).read()
+        """Fetch some columns of all rows.
+
+        Raises:
+            WorkerLost: a process or node is gone with the rows that it held.
+        """
+        try:
+            return self.select(columns).read()
+        except RayError as error:
+            raise WorkerLost(f"rows of the batch are gone with the process that held them: {error}") from None

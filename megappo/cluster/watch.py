@@ -85,7 +85,7 @@ def _where(frame: FrameType) -> dict[str, Any]:
     file = stack[0].f_code.co_filename
     waits = any(sign in file for sign in WAITING) or ".wait(" in linecache.getline(file, stack[0].f_lineno)
     inner = next((f for f in stack if any(sign in f.f_code.co_filename for sign in OWN)), stack[0])
-    place = "/".join(Path(inner.f_code.co_filename).parts[-3:])
+    place = "/".join(Path(inner.f_code.co_filename).parts[-4:])
     deepest = stack[0].f_code.co_name if stack[0] is not inner else ""
     return {"at": f"{inner.f_code.co_name} ({place}:{inner.f_lineno})", "inner": deepest, "waits": waits}
 
