@@ -13,6 +13,7 @@ from megappo import __version__
 from megappo.check import Report, check_file
 from megappo.config import Config, describe_config
 from megappo.data.published import INSTRUCTIONS
+from megappo.doctor.command import add_doctor
 from megappo.launch.command import add_launch
 from megappo.stack import check_driver
 from megappo.stop_request import STOPPED
@@ -203,6 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_plan)
 
     add_launch(commands)
+    add_doctor(commands)
 
     text = "list every configuration key with its default and meaning"
     commands.add_parser("config", help=text, description=text).set_defaults(run=_config)

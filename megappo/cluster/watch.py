@@ -95,9 +95,7 @@ def _nccl_record(file: Path) -> str:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return ""
-    from torch._C._distributed_c10d import _dump_nccl_trace_json
-
-    text = _dump_nccl_trace_json(includeCollectives=True, onlyActive=False)
+    text = torch._C._distributed_c10d._dump_nccl_trace_json(includeCollectives=True, onlyActive=False)
     file.write_bytes(text)
     running = [entry for entry in json.loads(text).get("entries", ()) if entry.get("state") in ("scheduled", "started")]
     return ", ".join(

@@ -1,0 +1,137 @@
+"""What of the facts will hurt, and the fix of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megappo.doctor.facts import GIB, Facts
+from megappo.layout.devices import known_profile
+
+OPEN_FILES = 65536
+"""What Ray asks for: each worker, and each connection between nodes, takes some."""
+RAY_STORE = 0.3
+"""Part of a node's memory that Ray takes for its object store, in ``/dev/shm`` if there is room."""
+SKEW_S = 1.0
+SLOW = 0.5
+"""Part of the usual rate below which a link is slower than it should be."""
+PATIENCE_S = 300.0
+"""How long writing a checkpoint may take."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What passes between two devices.
+
+    Attributes:
+        between: who, in words.
+        rate: bytes a second, one way.
+        across: whether they are on two nodes.
+        device: name of the devices, "cpu" for processes.
+    """
+
+    between: str
+    rate: float
+    across: bool
+    device: str
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run wants of its nodes.
+
+    Attributes:
+        checkpoint: bytes of one.
+        kept: checkpoints that lie in the run's folder at most.
+    """
+
+    checkpoint: int = 0
+    kept: int = 1
+
+
+def findings(nodes: Mapping[str, Facts], skews: Mapping[str, float], needs: Needs) -> Iterator[str]:
+    """What will hurt, one line each: ``where: what: fix``.
+
+    Args:
+        nodes: by name, with the pools they serve.
+        skews: seconds that a node's clock is ahead of this one's.
+    """
+    for name, facts in nodes.items():
+        yield from (f"{name}: {line}" for line in _of_node(facts, needs))
+        if abs(skews.get(name, 0.0)) > SKEW_S:
+            yield (
+                f"{name}: its clock is {skews[name]:+.1f} s off, so that times in the log and the report are wrong: "
+                "synchronise it (chronyc tracking, timedatectl)"
+            )
+    for what, kinds in (("devices", _kinds(nodes)), ("versions", _versions(nodes))):
+        if len(kinds) > 1:
+            listed = "; ".join(f"{kind} on {', '.join(names)}" for kind, names in kinds.items())
+            yield f"nodes differ in {what}: {listed}: use nodes of one kind and one environment for all"
+
+
+def slow_links(links: Sequence[Link]) -> Iterator[str]:
+    """Links that are slower than such devices' usually are."""
+    for link in links:
+        profile = known_profile(link.device)
+        if profile is None:
+            continue
+        usual = profile.link(link.across)
+        if link.rate < SLOW * usual:
+            fix = (
+                "see that NCCL uses the fast network (NCCL_SOCKET_IFNAME, NCCL_IB_HCA; NCCL_DEBUG=INFO tells)"
+                if link.across
+                else "see whether peer-to-peer works (nvidia-smi topo -m; unset NCCL_P2P_DISABLE)"
+            )
+            yield f"{link.between}: {link.rate / 1e9:.1f} GB/s where {usual / 1e9:.0f} are usual: {fix}"
+
+
+def _of_node(facts: Facts, needs: Needs) -> Iterator[str]:
+    yield from facts.lacking
+    total, free = facts.shared_memory
+    store = RAY_STORE * facts.memory
+    if total < store:
+        yield (
+            f"/dev/shm: {total / GIB:.1f} GiB, where Ray wants {store / GIB:.0f} GiB for its objects, which will go "
+            f"through the disk instead: mount it larger (docker run --shm-size={store / GIB:.0f}g)"
+        )
+    elif free < store / 2:
+        yield f"/dev/shm: only {free / GIB:.1f} of {total / GIB:.1f} GiB are free: remove what others left there"
+    soft, hard = facts.open_files
+    if soft < OPEN_FILES:
+        fix = f"ulimit -n {min(OPEN_FILES, hard)} in the job" if hard > soft else "have LimitNOFILE raised for jobs"
+        yield f"open files: {soft}, of which Ray and NCCL run out on many nodes; {OPEN_FILES} are usual: {fix}"
+    for at, device in enumerate(facts.devices):
+        if device.free < 0.95 * device.total:
+            taken = (device.total - device.free) / GIB
+            fix = "end them (nvidia-smi), or ask for whole nodes"
+            yield f"device {at}: {taken:.1f} GiB are taken by other processes: {fix}"
+    if facts.write_rate is None:
+        yield "run.dir: nothing can be written there: choose another, which all nodes see"
+    elif needs.checkpoint:
+        seconds = needs.checkpoint / facts.write_rate
+        if seconds > PATIENCE_S:
+            yield (
+                f"run.dir: {facts.write_rate / 1e6:.0f} MB/s, so that a checkpoint of {needs.checkpoint / 1e9:.0f} GB "
+                f"takes {seconds / 60:.0f} min if one node writes it: choose a faster file system, or save less often"
+            )
+        room = needs.checkpoint * (needs.kept + 1)
+        if facts.disk_free < room:
+            yield (
+                f"run.dir: {facts.disk_free / 1e9:.0f} GB are free, {needs.kept + 1} checkpoints take "
+                f"{room / 1e9:.0f}: make room, or lower run.keep_checkpoints"
+            )
+
+
+def _kinds(nodes: Mapping[str, Facts]) -> dict[str, list[str]]:
+    out: dict[str, list[str]] = {}
+    for name, facts in nodes.items():
+        for kind in {device.name for device in facts.devices}:
+            out.setdefault(kind, []).append(name)
+    return out
+
+
+def _versions(nodes: Mapping[str, Facts]) -> dict[str, list[str]]:
+    out: dict[str, list[str]] = {}
+    for name, facts in nodes.items():
+        out.setdefault(", ".join(f"{package} {found}" for package, found in facts.versions.items()), []).append(name)
+    return out
