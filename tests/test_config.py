@@ -83,7 +83,7 @@ WRONG = {
     "a key that is no string": (
         ("steps: 100", "steps: 100, 7: 8"),
         "run.7: unknown key: known here are dir, steps, seed, save_every, keep_checkpoints, validate_every, "
-        "validate_before, trackers, device, dtype, peak_tflops, device_profile, timeout_s, dump_rollouts",
+        "validate_before, trackers, device, dtype, peak_tflops, device_profile, timeout_s, restarts, dump_rollouts",
     ),
     "missing key": (
         ("steps: 100, ", ""),

@@ -116,15 +116,18 @@ def test_all_nodes_of_the_pools_are_looked_at(
     make_run_folder(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parent.parent))
-    small = ["pools.train.devices_per_node=2", "roles.actor.pp=1", "roles.critic.pool=score", "roles.critic.pp=1"]
-    small += ["roles.reference.pool=train", "pools.value.devices_per_node=1", "roles.rollout.pool=value"]
-    config = load_config("config.yaml", small)
-    assert [(seat.pool, seat.device) for seat in seats(config)][:2] == [("train", 0), ("train", 1)]
+    text = Path("config.yaml").read_text()
+    begin, end = text.index("pools:"), text.index("  rollout:")
+    pools = "pools: {train: {devices_per_node: 2}, serve: {devices_per_node: 1}}\n"
+    roles = "roles:\n  actor: {pool: train}\n  critic: {pool: train}\n  reference: {pool: train}\n"
+    Path("config.yaml").write_text(text[:begin] + pools + roles + text[end:])
+    config = load_config("config.yaml", [])
+    assert seats(config) == [Seat("train", 0, 0), Seat("train", 0, 1), Seat("serve", 0, 0)]
     assert checkpoint_bytes(config) > 2 * 12 * 51 * 128
-    assert main(["doctor", "config.yaml", *small]) in (0, 1)  # this machine may have its faults
-    text = capsys.readouterr().out
-    assert re.match(r"node [\d.]+ \(train, value, score, serve\)\n  python 3", text), text
-    for link in ("inside train", "train to value", "train to score", "value to score"):
-        (rate,) = re.findall(rf"([\d.]+) GB/s  {link}, between processes of a node \([\d.]+\)", text)
-        assert 0.01 < float(rate) < 100
-    assert re.search(r"clock [+-]0\.\d+ s", text)
+    assert main(["doctor", "config.yaml"]) in (0, 1)  # this machine may have its faults
+    out, err = capsys.readouterr()
+    assert re.match(r"node [\d.]+ \(train, serve\)\n  python 3", out), err
+    for link in ("inside train", "train to serve"):
+        (rate,) = re.findall(rf"([\d.]+) GB/s  {link}, between processes of a node \([\d.]+\)", out)
+        assert 0.001 < float(rate) < 100
+    assert re.search(r"clock [+-]0\.\d+ s", out)

@@ -10,6 +10,7 @@ from megappo.check.algorithm import ppo_findings, sampling_findings
 from megappo.check.data import data_findings, length_findings
 from megappo.check.findings import Advice, Lacking, on_files
 from megappo.check.layouts import layout_findings, memory_findings, pool_findings
+from megappo.check.memory import fit_findings
 from megappo.check.models import end_of_text_findings, model_findings
 from megappo.check.rewards import reward_findings, reward_time_findings, sandbox_findings
 from megappo.check.run_folder import run_findings
@@ -49,6 +50,8 @@ def check_file(
 def check(config: Config, *, planning: bool = False) -> Report:
     """Check a configuration against itself, its model folders, its files and its run folder."""
     findings = list(_findings(config))
+    if not planning and all(isinstance(line, Advice) for line in findings):
+        findings += fit_findings(config)
     mild = (Advice, Lacking) if planning else Advice
     errors = tuple(str(line) for line in findings if not isinstance(line, mild))
     return Report(errors, tuple(str(line) for line in findings if isinstance(line, mild)))

@@ -17,11 +17,15 @@ from megappo.cluster.groups import MegatronGroup, Member, RewardGroup, RolloutGr
 from megappo.cluster.pools import Pool, end_on_sigterm, reserve_pools, start_ray
 from megappo.cluster.serving import Serving
 from megappo.cluster.start import Starter
+from megappo.cluster.watch import wait_until_gone
 from megappo.cluster.weights import WeightSync
 from megappo.config import Config, MegatronRoleConfig
 from megappo.fit import check_fit
 from megappo.stack import MEGATRON, ROLLOUT
 from megappo.workers.settings import EngineSettings, RoleSettings, Sampling
+
+GONE_S = 60.0
+"""How long the processes of a run may take to leave a Ray that goes on without them."""
 
 
 class Cluster:
@@ -57,6 +61,7 @@ class Cluster:
         self.config = config
         self.calls = Calls(config.run.timeout_s)
         self._owns_ray = False
+        self._starter: Starter | None = None
         self._pools: Mapping[str, Pool] = {}
         try:
             self._start(data_sources, status)
@@ -76,8 +81,9 @@ class Cluster:
         """End all processes of the run."""
         for pool in self._pools.values():
             ray.util.remove_placement_group(pool.reservation)  # kills the processes in it
-        if self._owns_ray:
-            ray.shutdown()
+        if self._starter is not None and not self._owns_ray:  # one's own ends with all that is on it
+            wait_until_gone(self._starter.started, GONE_S)
+        ray.shutdown()
 
     def gather(self, *pending: Pending[Any]) -> list[Any]:
         """See :meth:`Calls.gather`."""
@@ -118,7 +124,7 @@ class Cluster:
         self._owns_ray = start_ray(config)
         end_on_sigterm()
         self._pools = reserve_pools(config, min(config.run.timeout_s, 600.0), fixed=self._owns_ray)
-        start = Starter(config, self.calls, self._pools)
+        start = self._starter = Starter(config, self.calls, self._pools)
         roles, device, serving_pool = config.roles.megatron, config.run.device, config.roles.rollout.pool
         hosted = {name: pool for name, pool in self._pools.items() if any(r.pool == name for r in roles.values())}
         shared = serving_pool in hosted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from megappo.cluster.actors import MegatronProcess, RewardProcess, RolloutProces
 from megappo.cluster.calls import Calls, Pending, Place, one
 from megappo.cluster.groups import Group, Member
 from megappo.cluster.pools import Pool, worker_environment
+from megappo.cluster.watch import Address
 from megappo.config import Config
 from megappo.fit import Device
 from megappo.stack import StackError, Wanted
@@ -21,11 +22,15 @@ from megappo.stack import StackError, Wanted
 
 @dataclass(frozen=True)
 class Starter:
-    """Starts the processes of a run on its pools."""
+    """Starts the processes of a run on its pools.
+
+    ``started`` collects where they are.
+    """
 
     config: Config
     calls: Calls
     pools: Mapping[str, Pool]
+    started: list[Address] = field(default_factory=list)
 
     def pool(self, name: str, pool: Pool) -> list[Member]:
         # One connection keeps the order in which Megatron overlaps communication with computation.
@@ -72,12 +77,14 @@ class Starter:
     def located(self, *started: list[Member]) -> list[tuple[Member, ...]]:
         """The same members, once they run, with their nodes and devices."""
         asked = [Group(tuple(members), self.calls).each("whereabouts", lambda _: ()) for members in started]
+        answers = self.calls.gather(*asked)
+        self.started.extend(address for group in answers for address, _ in group)
         return [
             tuple(
                 Member(member.actor, replace(member.place, node=address.host, watch=address), device)
                 for member, (address, device) in zip(members, found, strict=True)
             )
-            for members, found in zip(started, self.calls.gather(*asked), strict=True)
+            for members, found in zip(started, answers, strict=True)
         ]
 
     def check_stacks(self, *processes: tuple[tuple[Member, ...], tuple[Wanted, ...]]) -> None:

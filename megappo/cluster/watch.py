@@ -125,6 +125,24 @@ class Address:
         except (OSError, ValueError):
             return None
 
+    def is_gone(self) -> bool:
+        """Whether the process has ended, as far as its node tells."""
+        try:
+            socket.create_connection((self.host, self.port), ANSWER_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
+
+
+def wait_until_gone(addresses: Sequence[Address], limit_s: float) -> None:
+    """Return once these processes have ended, and with them what they had on their devices; or after the limit."""
+    deadline, left = time.monotonic() + limit_s, list(addresses)
+    while left and time.monotonic() < deadline:
+        left = [address for address in left if not address.is_gone()]
+        time.sleep(0.1 if left else 0)
+
 
 @dataclass(frozen=True)
 class Sight:
