@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from megappo.cluster.calls import WorkerLost
 from megappo.data import batch as rows_of
@@ -52,8 +52,11 @@ class Selection:
     columns: tuple[str, ...]
     parts: tuple[tuple[TableRef, ...], ...]
 
-    def read(self) -> pa.Table:
+    def read(self, limit_s: float | None = None) -> pa.Table:
         """Fetch and join.
+
+        Args:
+            limit_s: how long fetching may take, in seconds; inside a worker it is the call that is limited.
 
         Raises:
             KeyError: a row or column that no table holds.
@@ -61,7 +64,9 @@ class Selection:
         out = pa.table({"id": pa.array(self.ids, pa.int64())})
         for part in self.parts:
             wanted = [name for name in self.columns if name in part[0].columns]
-            tables = [table.select(["id", *wanted]) for table in ray.get([table.ref for table in part])]
+            tables = [
+                table.select(["id", *wanted]) for table in ray.get([table.ref for table in part], timeout=limit_s)
+            ]
             out = rows_of.join_by_id(out, pa.concat_tables(tables))
         if missing := [name for name in self.columns if name not in out.column_names]:
             raise KeyError(f"no table of the batch holds the column {missing[0]!r}")
@@ -78,6 +83,7 @@ class Batch:
         response_tokens: int64.
         parts: see :class:`Selection`.
         loss_tokens: response tokens that train, int64; all where it is not given.
+        limit_s: how long the driver waits for rows, in seconds; forever where it is not given.
     """
 
     ids: np.ndarray
@@ -85,6 +91,7 @@ class Batch:
     response_tokens: np.ndarray
     parts: tuple[tuple[TableRef, ...], ...]
     loss_tokens: np.ndarray | None = None
+    limit_s: float | None = None
 
     @property
     def columns(self) -> frozenset[str]:
@@ -111,7 +118,7 @@ class Batch:
         at = order[np.minimum(at, len(order) - 1)]
         if (self.ids[at] != ids).any():
             raise KeyError(f"row {ids[self.ids[at] != ids][0]} is not in the batch")
-        return Batch(ids, self.tokens[at], self.response_tokens[at], self.parts)
+        return Batch(ids, self.tokens[at], self.response_tokens[at], self.parts, limit_s=self.limit_s)
 
     @staticmethod
     def joined(batches: Sequence[Batch]) -> Batch:
@@ -121,6 +128,7 @@ class Batch:
             np.concatenate([batch.tokens for batch in batches]),
             np.concatenate([batch.response_tokens for batch in batches]),
             tuple(sum(parts, ()) for parts in zip(*(batch.parts for batch in batches), strict=True)),
+            limit_s=batches[0].limit_s,
         )
 
     def select(self, columns: Sequence[str], ids: np.ndarray | None = None) -> Selection:
@@ -140,6 +148,8 @@ class Batch:
             WorkerLost: a process or node is gone with the rows that it held.
         """
         try:
-            return self.select(columns).read()
+            return self.select(columns).read(self.limit_s)
+        except GetTimeoutError:
+            raise WorkerLost(f"rows of the batch did not come within run.timeout_s = {self.limit_s:g} s") from None
         except RayError as error:
             raise WorkerLost(f"rows of the batch are gone with the process that held them: {error}") from None

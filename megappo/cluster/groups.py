@@ -147,7 +147,8 @@ class RolloutGroup(Group):
         def combine(results: list[tuple[TableRef, np.ndarray]]) -> Batch:
             lengths = np.concatenate([response_lengths for _, response_lengths in results])
             tables = tuple(table for table, _ in results)
-            return Batch(ids, prompt_tokens + lengths - 1, lengths, ((requests,), tables))
+            parts = ((requests,), tables)
+            return Batch(ids, prompt_tokens + lengths - 1, lengths, parts, limit_s=self.calls.timeout_s)
 
         selected = [asked.select(("prompt_ids",), piece) for piece in pieces]
         shares = [(rows, sampling, number, version) for rows, number in zip(selected, seeds, strict=True)]

@@ -59,7 +59,7 @@ class Pool:
         ).remote(*args)
 
 
-FORWARDED = ("NCCL_", "GLOO_", "UCX_", "VLLM_", "NVTE_", "TORCH_NCCL_")
+FORWARDED = ("NCCL_", "GLOO_", "UCX_", "VLLM_", "NVTE_", "TORCH_NCCL_", "TORCH_FR_")
 """Environment variables with these beginnings reach the workers as the driver has them."""
 
 

@@ -35,6 +35,8 @@ class Starter:
     def pool(self, name: str, pool: Pool) -> list[Member]:
         # One connection keeps the order in which Megatron overlaps communication with computation.
         environment = worker_environment(self.config, CUDA_DEVICE_MAX_CONNECTIONS="1")
+        if self.config.run.device == "cuda":
+            environment = {**flight_recorder(self._log_file(f"{name}-nccl-rank")), **environment}
         members = []
         for rank in range(pool.config.devices):
             log = self._log_file(f"{name}-rank{rank}")
@@ -132,6 +134,19 @@ class Starter:
 
     def _log_file(self, name: str) -> str:
         return str((Path(self.config.run.dir) / "logs" / f"{name}.log").resolve())
+
+
+def flight_recorder(file: str) -> dict[str, str]:
+    """Have PyTorch remember the last collectives of a process, and write them when NCCL's own limit expires.
+
+    Args:
+        file: the beginning of its name; the rank is added.
+    """
+    size = "2000"
+    return {
+        **{"TORCH_FR_BUFFER_SIZE": size, "TORCH_NCCL_TRACE_BUFFER_SIZE": size, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"},
+        **{"TORCH_FR_DUMP_TEMP_FILE": file, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": file},
+    }
 
 
 def host_store(group: Group, timeout_s: float) -> Pending[tuple[str, int]]:

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -60,8 +61,8 @@ class Watch:
                     peer.settimeout(ANSWER_S)
                     if secrets.compare_digest(peer.recv(64), self.token.encode()):
                         peer.sendall(json.dumps(self._answer()).encode())
-            except OSError:
-                continue
+            except Exception:  # whatever it is, the next one who asks is to be answered
+                traceback.print_exc()
 
     def _answer(self) -> dict[str, Any]:
         frames = sys._current_frames()
@@ -98,10 +99,8 @@ def _nccl_record(file: Path) -> str:
     text = torch._C._distributed_c10d._dump_nccl_trace_json(includeCollectives=True, onlyActive=False)
     file.write_bytes(text)
     running = [entry for entry in json.loads(text).get("entries", ()) if entry.get("state") in ("scheduled", "started")]
-    return ", ".join(
-        f"{entry['profiling_name']} number {entry['collective_seq_id']} of group {entry['process_group'][1]}"
-        for entry in running[:1]
-    )
+    words = ("profiling_name", "collective_seq_id", "process_group")
+    return ", ".join(" ".join(str(entry.get(word, "?")) for word in words) for entry in running[:1])
 
 
 @dataclass(frozen=True)
