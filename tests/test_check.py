@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 from small_project import MODEL, Project, make_project, write_model, write_prompts, write_safetensors
 
 from megappo.check import Report, check_file
@@ -213,6 +214,15 @@ WARNINGS: dict[str, tuple[tuple[str, ...], str]] = {
         "ppo.mini_batch: 3 responses leave some of the actor's 4 data-parallel ranks without work: raise it, or tp or "
         "pp",
     ),
+    "idle engines": (
+        ("data.prompts_per_step=3", "pools.serve.devices_per_node=4", "ppo.mini_batch=12"),
+        "data.prompts_per_step: 3 prompts leave some of 4 engines without work: raise it, or roles.rollout.tp",
+    ),
+    "idle reference": (
+        ("roles.reference={pool: big}", "pools.big.devices_per_node=33"),
+        "data.prompts_per_step: 32 responses leave some of the reference's 33 data-parallel ranks without work: raise "
+        "it, or tp or pp",
+    ),
     "few prompts": (
         ("data.prompts_per_step=21",),
         "data.prompts_per_step: 21 is more than the 20 prompts of data.train: every step repeats prompts",
@@ -286,6 +296,23 @@ WARNINGS: dict[str, tuple[tuple[str, ...], str]] = {
 @pytest.mark.parametrize(("overrides", "message"), WARNINGS.values(), ids=WARNINGS)
 def test_warning(project: Project, overrides: tuple[str, ...], message: str) -> None:
     assert project.report(*overrides) == Report(warnings=(message,))
+
+
+def test_what_does_not_fit_is_said(project: Project) -> None:
+    rates = dict.fromkeys(("matrix_tflops", "memory_gb_s", "host_gb_s", "node_gb_s", "network_gb_s"), 1)
+    for gib in (2, 16):
+        (project.folder / f"of{gib}.yaml").write_text(yaml.safe_dump({"memory_gib": gib, **rates}))
+    assert project.report("run.device=cuda", "run.device_profile=of16.yaml") == Report()
+    (line,) = project.report("run.device=cuda", "run.device_profile=of2.yaml").warnings
+    assert line.startswith("pools.serve: generating needs 2.5 GiB on device 0 (of2), which has 2.0 of its 2.0 GiB")
+    assert line.endswith("memory_fraction below 0.9 (planned for run.device_profile: of2.yaml)")
+    report = project.report("run.device=cuda", "run.device_profile=of2.yaml", "roles.actor.tp=3")
+    assert len(report.errors) == 2 and report.warnings == ()  # with mistakes there is nothing to add up
+
+
+def test_a_profile_that_is_not_there_is_named(project: Project) -> None:
+    (line,) = project.report("run.device=cuda", "run.device_profile=H900").errors
+    assert line.startswith("run.device_profile: H900: not a device we know: known are H200, H100, A100")
 
 
 def _truncate(path: Path) -> None:

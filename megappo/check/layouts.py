@@ -48,6 +48,12 @@ def layout_findings(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[
             for line in legality.megatron_pool_warnings(role.tp, *shape):
                 yield Advice(f"{prefix}.{line}")
             ranks = pool.devices // (role.tp * role.pp)
+            rows = config.data.prompts_per_step * config.roles.rollout.samples_per_prompt
+            if rows < ranks and name == "reference":
+                yield Advice(
+                    f"data.prompts_per_step: {rows} responses leave some of the {name}'s {ranks} data-parallel ranks "
+                    "without work: raise it, or tp or pp"
+                )
             if config.ppo.mini_batch < ranks and name != "reference":
                 yield Advice(
                     f"ppo.mini_batch: {config.ppo.mini_batch} responses leave some of the {name}'s {ranks} "
@@ -66,6 +72,12 @@ def layout_findings(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[
             )
     if pool:
         yield from under("roles.rollout", legality.rollout_pool_problems(rollout.tp, pool.devices_per_node), ".")
+        prompts, engines = config.data.prompts_per_step, pool.devices // rollout.tp
+        if prompts < engines:  # all samples of a prompt are on one
+            yield Advice(
+                f"data.prompts_per_step: {prompts} prompts leave some of {engines} engines without work: raise it, or "
+                "roles.rollout.tp"
+            )
 
 
 def memory_findings(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[str]:

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -231,13 +232,27 @@ class RolloutProcess(LoggedProcess):
         """Generate for some rows: the results, and the length of each response."""
         from megappo.data import batch
 
-        table = self.engine.generate(rows.read(), sampling, seed, version)
+        with self._dying_whole():
+            table = self.engine.generate(rows.read(), sampling, seed, version)
         return put_table(table), batch.lengths(table, "response_ids")
 
     @timed
     def call(self, method: str, *args: Any) -> Any:
         """Any other method of the engine."""
-        return getattr(self.engine, method)(*args)
+        with self._dying_whole():
+            return getattr(self.engine, method)(*args)
+
+    @contextmanager
+    def _dying_whole(self) -> Iterator[None]:
+        """When one of vLLM's processes has died, die too: the driver then sees a dead engine, and replaces it."""
+        try:
+            yield
+        except Exception:
+            if self.engine is not None and self.engine.is_broken:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+            raise
 
 
 class RewardProcess(LoggedProcess):

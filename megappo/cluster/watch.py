@@ -83,8 +83,11 @@ def _where(frame: FrameType) -> dict[str, Any]:
     while at is not None:
         stack.append(at)
         at = at.f_back
-    file = stack[0].f_code.co_filename
-    waits = any(sign in file for sign in WAITING) or ".wait(" in linecache.getline(file, stack[0].f_lineno)
+    waits = any(
+        any(sign in f.f_code.co_filename for sign in WAITING)
+        or ".wait(" in linecache.getline(f.f_code.co_filename, f.f_lineno)
+        for f in stack[:3]
+    )
     inner = next((f for f in stack if any(sign in f.f_code.co_filename for sign in OWN)), stack[0])
     place = "/".join(Path(inner.f_code.co_filename).parts[-4:])
     deepest = stack[0].f_code.co_name if stack[0] is not inner else ""

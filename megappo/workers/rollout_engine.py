@@ -60,6 +60,12 @@ class RolloutEngine:
             **device_options,
         )
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether one of vLLM's own worker processes died: the engine answers nothing any more."""
+        executor = self.engine.llm_engine.engine_core.engine_core.model_executor
+        return getattr(executor, "is_failed", False)  # with tensor parallelism 1 it is in this process
+
     def generate(self, requests: pa.Table, sampling: Sampling, seed: int, version: int) -> pa.Table:
         """Draw one response for each row.
 
