@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,31 @@ class DiskFull(RuntimeError):
     """A checkpoint did not fit onto the disk; the one before is untouched."""
 
 
+@dataclass(frozen=True)
+class Best:
+    """The step with the best value so far."""
+
+    step: int
+    value: float
+
+    def better_of(self, before: Best | None, mode: str) -> Best:
+        """This or the one before; the earlier of equals, and never what is no number if there is a choice.
+
+        Args:
+            mode: "max" or "min".
+        """
+        if before is None or math.isnan(before.value):
+            return self
+        better = self.value > before.value if mode == "max" else self.value < before.value
+        return self if better else before
+
+
 class Checkpoints:
-    """``RUN/checkpoints``.
+    """``RUN/checkpoints``; ``best`` in it is a link to the best of them, where one is looked for.
 
     Args:
         folder: of the checkpoints; made when the first is written.
-        keep: number of latest checkpoints that stay.
+        keep: number of latest checkpoints that stay, besides the best.
         before_naming: called when a checkpoint is written, before it gets its name; if it raises, there is none.
     """
 
@@ -39,8 +60,10 @@ class Checkpoints:
         return complete[-1] if complete else None
 
     @contextmanager
-    def writing(self, step: int) -> Iterator[Path]:
+    def writing(self, step: int, best: int | None = None) -> Iterator[Path]:
         """A folder to write a checkpoint into; it gets its name only if nothing is raised, and older ones are removed.
+
+        ``best`` is the step whose checkpoint stays in any case.
 
         The state of the trainer must be written last, by :meth:`write_state`.
 
@@ -69,14 +92,24 @@ class Checkpoints:
         if final.exists():
             shutil.rmtree(final)
         partial.rename(final)
+        self._link_best(best)
         _sync(self.folder)
         for old in self._complete()[: -self.keep]:
+            if old.name == f"step_{best}":
+                continue
             # Renamed first, so that a removal that is cut short leaves no half checkpoint behind.
             old.rename(doomed := old.with_name(old.name + PARTIAL))
             shutil.rmtree(doomed)
 
     def _is_full(self, error: Exception) -> bool:
         return os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(self.folder).free < 2**20
+
+    def _link_best(self, step: int | None) -> None:
+        if step is not None and (self.folder / f"step_{step}").is_dir():
+            link = self.folder / f"best{PARTIAL}"
+            link.unlink(missing_ok=True)
+            link.symlink_to(f"step_{step}")
+            link.replace(self.folder / "best")
 
     @staticmethod
     def write_state(folder: Path, state: dict[str, Any]) -> None:

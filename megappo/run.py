@@ -24,14 +24,9 @@ from megappo.report.html import write_report
 from megappo.report.roles import describe_roles
 from megappo.report.rollout_dump import RolloutDump
 from megappo.report.run_log import RunLog
-from megappo.report.step_metrics import (
-    BATCH_COLUMNS,
-    VALIDATION_COLUMNS,
-    Metrics,
-    batch_metrics,
-    validation_metrics,
-)
+from megappo.report.step_metrics import BATCH_COLUMNS, Metrics, batch_metrics
 from megappo.report.trackers import Trackers
+from megappo.report.validation_metrics import VALIDATION_COLUMNS, canary_metrics, validation_metrics
 from megappo.rewards.manager import RewardManager
 from megappo.run_lock import RunLock
 from megappo.stop_request import NoProgress
@@ -46,7 +41,8 @@ class Run:
     """The folder of a run, its data and its logs; a context manager.
 
     Attributes:
-        train_prompts, validation_prompts: the prompts; validation may be missing.
+        train_prompts: the prompts to train on.
+        watched_prompts: those of the "validation" and the "canary", where there are any.
         data_sources: all that occur in them.
         console: tells a person what is going on.
         checkpoints: of this run.
@@ -73,11 +69,13 @@ class Run:
         config = self.config
         tokenizer = AutoTokenizer.from_pretrained(config.model_folder("actor"))
         self.train_prompts = self._load(config.data.train, tokenizer)
-        self.validation_prompts = self._load(config.data.validation, tokenizer) if config.data.validation else None
-        if self.validation_prompts is not None and config.data.validation_prompts:
-            first = np.arange(min(config.data.validation_prompts, len(self.validation_prompts)))
-            self.validation_prompts = PromptSet(self.validation_prompts.rows(first), self.validation_prompts.report)
-        sets = [prompts for prompts in (self.train_prompts, self.validation_prompts) if prompts is not None]
+        watched = {"validation": config.data.validation, "canary": config.data.canary}
+        self.watched_prompts = {kind: self._load(files, tokenizer) for kind, files in watched.items() if files}
+        if "validation" in self.watched_prompts and config.data.validation_prompts:
+            prompts = self.watched_prompts["validation"]
+            first = np.arange(min(config.data.validation_prompts, len(prompts)))
+            self.watched_prompts["validation"] = PromptSet(prompts.rows(first), prompts.report)
+        sets = [self.train_prompts, *self.watched_prompts.values()]
         self.data_sources = sorted({source for prompts in sets for source in prompts.table["data_source"].to_pylist()})
 
         self._dump = RolloutDump(self.folder)
@@ -165,7 +163,7 @@ class Run:
         """Log some of a training batch's responses and, if asked for, dump it whole; returns its metrics."""
         dump = self.config.run.dump_rollouts
         all_columns = batch.columns
-        needed = {*BATCH_COLUMNS, LOSS_MASK, *SAMPLE_COLUMNS, *FAILURE_COLUMNS} & all_columns
+        needed = {*BATCH_COLUMNS, LOSS_MASK, "baseline", *SAMPLE_COLUMNS, *FAILURE_COLUMNS} & all_columns
         rows = batch.read(*sorted(all_columns if dump else needed))
         if dump:
             self._dump.write(step, rows)
@@ -173,12 +171,12 @@ class Run:
         self._warn_of_failed_rewards(rows)
         return batch_metrics(rows, self.config.data.max_prompt, self.config.data.max_response)
 
-    def keep_validation(self, step: int, batch: Batch) -> Metrics:
-        """Log some validation responses; returns the validation metrics."""
+    def keep_validation(self, step: int, batch: Batch, kind: str) -> Metrics:
+        """Log some responses of the validation or the canary (the kind); returns its metrics."""
         rows = batch.read(*sorted({*VALIDATION_COLUMNS, *SAMPLE_COLUMNS, *FAILURE_COLUMNS}))
-        self._log.log_samples(_samples(rows, step, "validation"))
+        self._log.log_samples(_samples(rows, step, kind))
         self._warn_of_failed_rewards(rows)
-        return validation_metrics(rows)
+        return validation_metrics(rows) if kind == "validation" else canary_metrics(rows)
 
     @property
     def last_checkpoint(self) -> Path | None:

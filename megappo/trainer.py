@@ -18,8 +18,10 @@ from megappo.collect import Collected, Collector, baseline_column
 from megappo.config import Config
 from megappo.credit import Credit, assign_credit
 from megappo.data.loss_mask import LOSS_MASK
+from megappo.data.prompts import PromptSet
 from megappo.data.requests import make_requests
 from megappo.layout.flops import peak_tflops
+from megappo.oversight import Oversight, StoppedByGuard
 from megappo.ppo.balance import mini_batches
 from megappo.ppo.kl import KLController
 from megappo.ppo.schedule import learning_rate
@@ -41,7 +43,7 @@ def train(config: Config) -> bool:
 
     Raises:
         DataError, RewardError, ModelError, PoolError, StackError, DeviceTooSmall, WorkerFailed, WeightMismatch,
-            NoProgress: with words for the user.
+            NoProgress, StoppedByGuard, UnknownMetric: with words for the user.
     """
     with stop_request() as stop, Run(config) as run:
         if not run.is_finished:
@@ -60,7 +62,7 @@ def _train_until_stopped(config: Config, run: Run, stop: StopRequest) -> bool:
         trainer = Trainer(config, run, cluster, stop)
         trainer.resume()
         if trainer.step == 0 and config.run.validate_before:
-            run.log(0, trainer.validate())
+            run.log(0, trainer.validate(check=True))
         began_at, saved = trainer.step, True
         while trainer.step < config.run.steps:
             if stop.asked and saved:
@@ -71,7 +73,10 @@ def _train_until_stopped(config: Config, run: Run, stop: StopRequest) -> bool:
 
 
 class Trainer:
-    """State of the loop: the step, the place in the data and the KL controller. All else is in the workers."""
+    """State of the loop: the step, the place in the data, the KL controller and what the guards remember.
+
+    All else is in the workers.
+    """
 
     def __init__(self, config: Config, run: Run, cluster: Cluster, stop: StopRequest | None = None) -> None:
         self.config, self.run, self.cluster = config, run, cluster
@@ -80,6 +85,7 @@ class Trainer:
         self.prediction = Prediction(config, cluster.device_name)
         kl = config.ppo.kl
         self.controller = KLController(kl.coef, kl.target, kl.horizon)
+        self.oversight = Oversight(config)
         self.collector = Collector(config, cluster, run.train_prompts)
         temperature = config.roles.rollout.validation_temperature
         self.validation_sampling = Sampling(temperature, 1.0, -1, config.data.max_response)
@@ -97,7 +103,8 @@ class Trainer:
         batch = self.evaluate(collected)
         evaluated = time.time()
         rows = batch.read("logprobs", "score", *self.further_columns, *({LOSS_MASK} & batch.columns))
-        credit = assign_credit(rows, config.ppo, self.controller, max_response=config.data.max_response)
+        guarded = replace(self.controller, coef=self.controller.coef * self.oversight.guards.kl_factor)
+        credit = assign_credit(rows, config.ppo, guarded, max_response=config.data.max_response)
         batch = replace(batch.with_columns([put_table(credit.table)]), loss_tokens=credit.loss_tokens)
         credited = time.time()
         trained = self.update(batch)
@@ -108,34 +115,58 @@ class Trainer:
             "perf/sync_bytes": sync_bytes,
             **self.run.keep(self.step + 1, batch),
             **collected.metrics,
-            **self.credit_metrics(credit),
+            **self.credit_metrics(credit, guarded.coef),
             "training/global_step": self.step + 1,
             "training/epoch": self.collector.order.epoch(self.position),
         }
         self.controller = self.controller.updated(credit.mean_kl, len(batch.ids))
         self.step, self.position = self.step + 1, collected.position
-        step_s = time.time() - began
-        metrics |= time_metrics(self.cluster.calls.spans, step_s)
-        metrics |= {"timing_s/adv": credited - evaluated, "timing_s/step": step_s, "perf/time_per_step": step_s}
-        metrics |= speed_metrics(
-            speed_workers(config),
-            metrics,
-            batch.tokens,
-            batch.response_tokens,
-            epochs=config.ppo.epochs,
-            peak_tflops=config.run.peak_tflops or peak_tflops(self.cluster.device_name),
-        )
-        metrics |= self.prediction.metrics(batch.tokens, batch.response_tokens)
-        devices = sum(pool.devices for pool in config.pools.values())
-        metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / step_s / devices
-        last = self.step == config.run.steps
-        if last or _due(self.step, config.run.validate_every):
+        metrics["timing_s/adv"] = credited - evaluated
+        metrics |= self.performance(batch, time.time() - began)
+        return self.conclude(metrics)
+
+    def conclude(self, metrics: Metrics) -> bool:
+        """Validate, let the guards act, write a checkpoint, each where it is due; and log the step.
+
+        Returns whether a checkpoint holds it.
+
+        Raises:
+            StoppedByGuard, UnknownMetric: with words for the user.
+        """
+        last = self.step == self.config.run.steps
+        if last or _due(self.step, self.config.run.validate_every):
             metrics |= self.validate()
-        if due := last or self.stop.asked or _due(self.step, config.run.save_every):
+        verdict = self.oversight.judge(self.step, metrics)
+        metrics |= verdict.metrics
+        for message in verdict.messages:
+            self.run.console.warn(message)
+        asked = last or self.stop.asked or bool(verdict.stop)
+        if due := asked or verdict.improved or _due(self.step, self.config.run.save_every):
             self.save(metrics)
         else:
             self.run.log(self.step, metrics)
+        if verdict.stop and not last:
+            raise StoppedByGuard(
+                f"{verdict.stop[0]}: stopped after step {self.step}, whose checkpoint is written. Look into it, change "
+                "the configuration, and the same command goes on from there"
+            )
         return due
+
+    def performance(self, batch: Batch, step_s: float) -> Metrics:
+        """Times, rates and what was predicted, of a step that took this long."""
+        config = self.config
+        out = {**time_metrics(self.cluster.calls.spans, step_s), "timing_s/step": step_s, "perf/time_per_step": step_s}
+        out |= speed_metrics(
+            speed_workers(config),
+            out,
+            batch.tokens,
+            batch.response_tokens,
+            passes=config.ppo.passes,
+            peak_tflops=config.run.peak_tflops or peak_tflops(self.cluster.device_name),
+        )
+        devices = sum(pool.devices for pool in config.pools.values())
+        out["perf/throughput"] = float(batch.tokens.sum() + len(batch.ids)) / step_s / devices
+        return out | self.prediction.metrics(batch.tokens, batch.response_tokens)
 
     @property
     def further_columns(self) -> tuple[str, ...]:
@@ -147,12 +178,12 @@ class Trainer:
         correction = ("rollout_logprobs",) if self.config.ppo.correction.level != "off" else ()
         return (*values, *groups, *greedy, *reference, *correction)
 
-    def credit_metrics(self, credit: Credit) -> Metrics:
+    def credit_metrics(self, credit: Credit, coef: float) -> Metrics:
         """What the rewards were made of."""
         overlong = {} if self.config.ppo.overlong is None else {"reward/overlong_penalty/mean": credit.mean_overlong}
         return {
             "actor/reward_kl_penalty": credit.mean_token_kl,
-            "actor/reward_kl_penalty_coeff": self.controller.coef,
+            "actor/reward_kl_penalty_coeff": coef,
             **overlong,
         }
 
@@ -174,19 +205,15 @@ class Trainer:
         return batch.with_columns(*columns, baseline_column(batch.ids, greedy.with_columns(scores)))
 
     def update(self, batch: Batch) -> Metrics:
-        """All epochs of mini-batches for critic and actor, which train at the same time."""
-        ppo, run = self.config.ppo, self.config.run
-        steps = [
-            np.array(rows)
-            for epoch in range(ppo.epochs)
-            for rows in mini_batches(len(batch.ids), ppo.mini_batch, f"{run.seed}/{self.step}/{epoch}")
-        ]
+        """All passes over mini-batches for critic and actor, which train at the same time."""
+        ppo, guards = self.config.ppo, self.oversight.guards
+        guarded = replace(ppo, kl=replace(ppo.kl, loss_coef=ppo.kl.loss_coef * guards.kl_factor))
         temperature = self.config.roles.rollout.temperature
-        objectives = {"critic": CriticObjective(ppo), "actor": ActorObjective(ppo, temperature)}
+        objectives = {"critic": CriticObjective(ppo), "actor": ActorObjective(guarded, temperature)}
         peaks = {"critic": ppo.critic_lr, "actor": ppo.actor_lr}
-        rates = {role: self._learning_rate(peaks[role] or 0.0) for role in self.cluster.trained}
+        rates = {role: guards.rate_factor * self._learning_rate(peaks[role] or 0.0) for role in self.cluster.trained}
         pending = [
-            group.update(batch, steps, objectives[role], rates[role])
+            group.update(batch, self._steps(batch, ppo.passes(role)), objectives[role], rates[role])
             for role, group in self.cluster.trained.items()
             if role == "critic" or self.step >= ppo.critic_warmup
         ]
@@ -194,6 +221,12 @@ class Trainer:
         for metrics in self.cluster.gather(*pending):
             out |= metrics
         return out
+
+    def _steps(self, batch: Batch, passes: int) -> list[np.ndarray]:
+        """The rows of each optimizer step; every pass has a shuffle of its own."""
+        seed, size = self.config.run.seed, self.config.ppo.mini_batch
+        shuffles = [f"{seed}/{self.step}/{number}" for number in range(passes)]
+        return [np.array(rows) for shuffle in shuffles for rows in mini_batches(len(batch.ids), size, shuffle)]
 
     def _learning_rate(self, peak: float) -> float:
         optimizer = self.config.ppo.optimizer
@@ -206,12 +239,20 @@ class Trainer:
             min_ratio=optimizer.min_lr_ratio,
         )
 
-    def validate(self) -> Metrics:
-        """Score the validation prompts with the current weights."""
-        began = time.time()
-        prompts = self.run.validation_prompts
-        if prompts is None:
-            return {}
+    def validate(self, *, check: bool = False) -> Metrics:
+        """Score the validation prompts, and the canary's, with the current weights.
+
+        Args:
+            check: refuse guards of metrics that are not among them.
+        """
+        began, out = time.time(), Metrics()
+        for kind, prompts in self.run.watched_prompts.items():
+            out |= self._validate(kind, prompts)
+        if check:
+            self.oversight.check(out)
+        return {**out, "timing_s/testing": time.time() - began} if out else out
+
+    def _validate(self, kind: str, prompts: PromptSet) -> Metrics:
         samples = self.config.roles.rollout.validation_samples
         requests = make_requests(prompts, np.arange(len(prompts)), samples)
         batch = self.cluster.generate(
@@ -223,7 +264,7 @@ class Trainer:
             version=self.step,
         )
         batch = batch.with_columns(*self.cluster.gather(self.cluster.reward.score(batch)))
-        return {**self.run.keep_validation(self.step, batch), "timing_s/testing": time.time() - began}
+        return self.run.keep_validation(self.step, batch, kind)
 
     def save(self, metrics: Metrics) -> None:
         """Write a checkpoint, complete or not at all, and the step's line in the log.
@@ -232,8 +273,8 @@ class Trainer:
         later has both.
         """
         began = time.time()
-        cluster = self.cluster
-        with cluster.everything_loaded(self.step), self.run.checkpoints.writing(self.step) as folder:
+        cluster, best = self.cluster, self.oversight.best.step if self.oversight.best else None
+        with cluster.everything_loaded(self.step), self.run.checkpoints.writing(self.step, best) as folder:
             cluster.gather(*(group.save(str(folder / role)) for role, group in cluster.trained.items()))
             self.run.checkpoints.write_state(folder, self.state)
             self.run.log(self.step, {**metrics, "timing_s/save_checkpoint": time.time() - began})
@@ -241,7 +282,7 @@ class Trainer:
     @property
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the workers' states."""
-        return {"step": self.step, "position": self.position, "kl_coef": self.controller.coef}
+        return {"step": self.step, "position": self.position, "kl_coef": self.controller.coef, **self.oversight.state}
 
     def resume(self) -> None:
         """Go on from the last complete checkpoint, if there is one; and fill the engines with the actor's weights."""
@@ -251,6 +292,7 @@ class Trainer:
             cluster.gather(*(group.load(str(latest / role)) for role, group in cluster.trained.items()))
             state = self.run.checkpoints.read_state(latest)
             self.step, self.position = state["step"], state["position"]
+            self.oversight.restore(state)
             if self.controller.target is not None:  # a fixed coefficient is the configuration's, also if it changed
                 self.controller = replace(self.controller, coef=state["kl_coef"])
         self.run.start_log(self.step if latest is not None else None)

@@ -33,7 +33,8 @@ run:
    trackers: [tensorboard], timeout_s: 300}
 model: model
 data:
-  {train: data/train.parquet, validation: data/validation.parquet, prompts_per_step: 7, max_prompt: 8, max_response: 9}
+  {train: data/train.parquet, validation: data/validation.parquet, canary: data/validation.parquet,
+   prompts_per_step: 7, max_prompt: 8, max_response: 9}
 pools:
   train: {devices_per_node: 4}
   value: {devices_per_node: 2}
@@ -52,6 +53,9 @@ ppo:
   entropy_coef: 0.001
   kl: {coef: 0.05, target: 0.2, horizon: 1000}
   optimizer: {warmup_steps: 2, schedule: linear}
+  guards:
+    long: {metric: response_length/mean, above: 1, for_steps: 3, action: lower_lr, factor: 0.5}
+    kl: {metric: actor/ppo_kl, below: 100, for_steps: 4, action: raise_kl, factor: 0.5}
 """
 REWARD = """\
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

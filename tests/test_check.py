@@ -78,6 +78,49 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
         ("ppo.overlong.buffer=17",),
         "ppo.overlong.buffer: 17 is more than the 16 tokens of data.max_response: lower it",
     ),
+    "a guard without a limit": (
+        ("ppo.guards={kl: {metric: actor/ppo_kl}}",),
+        "ppo.guards.kl: has no limit: give above, below or both",
+    ),
+    "a guard with nothing between": (
+        ("ppo.guards={kl: {metric: actor/ppo_kl, above: 1, below: 2}}",),
+        "ppo.guards.kl.above: 1.0 is less than below 2.0, which leaves nothing: swap them",
+    ),
+    "a guard of no metric": (
+        ("ppo.guards={kl: {metric: actor/ppo_kll, above: 1}}",),
+        "ppo.guards.kl.metric: actor/ppo_kll is no metric that a run logs: did you mean actor/ppo_kl or "
+        "actor/ppo_kl_first or actor/pg_loss?",
+    ),
+    "a guard of no family": (
+        ("ppo.guards={kl: {metric: loss, above: 1}}",),
+        "ppo.guards.kl.metric: loss is no metric that a run logs: names begin with actor/, canary/, critic/, guard/, "
+        "perf/, prompt_length/, response_length/, reward/, timing_s/, train/, training/, val-aux/, val-core/",
+    ),
+    "a guard of the canary": (
+        ("ppo.guards={kl: {metric: canary/a/acc/mean@1, above: 1}}",),
+        "ppo.guards.kl.metric: canary/a/acc/mean@1 is never logged without data.canary: name files there",
+    ),
+    "a guard of no critic": (
+        ("ppo.guards={v: {metric: critic/vf_loss, above: 1}}", "ppo.estimator=rloo", "roles.critic=null"),
+        "ppo.guards.v.metric: critic/vf_loss is never logged without a critic: choose another",
+    ),
+    "a guard of no KL": (
+        (
+            "ppo.guards={kl: {metric: actor/ppo_kl, above: 1, action: raise_kl}}",
+            "ppo.kl.in_reward=false",
+            "roles.reference=null",
+        ),
+        "ppo.guards.kl.action: raise_kl has no KL term to strengthen: set ppo.kl.in_reward or loss_coef",
+    ),
+    "the best by training": (
+        ("run.keep_best={metric: critic/score/mean}",),
+        "run.keep_best.metric: critic/score/mean is no metric of a validation: give one such as "
+        "val-core/SOURCE/acc/mean@1, as the log has it",
+    ),
+    "the best of no validation": (
+        ("run.keep_best={metric: val-core/a/acc/mean@1}", "data.validation=[]"),
+        "run.keep_best.metric: val-core/a/acc/mean@1 is never logged without data.validation: name files there",
+    ),
     "eight bits on CPU": (
         ("roles.critic.fp8=tensorwise",),
         "roles.critic.fp8: tensorwise needs CUDA and bfloat16, not run.device cpu and run.dtype bfloat16: set none, or "
@@ -275,6 +318,18 @@ WARNINGS: dict[str, tuple[tuple[str, ...], str]] = {
     "target without a penalty": (
         ("ppo.kl={in_reward: false, loss_coef: 0.1, target: 0.1}",),
         "ppo.kl.target: has no effect without ppo.kl.in_reward: leave it out, or set in_reward",
+    ),
+    "more updates of nobody": (
+        ("ppo.critic_updates=2", "ppo.estimator=rloo", "roles.critic=null"),
+        "ppo.critic_updates: 2 has no effect without a critic: set 1",
+    ),
+    "a guard at the end": (
+        ("ppo.guards={a: {metric: val-core/a/acc/mean@1, below: 1}}",),
+        "ppo.guards.a.metric: val-core/a/acc/mean@1 is logged at the end only: set run.validate_every",
+    ),
+    "the best of one": (
+        ("run.keep_best={metric: val-core/a/acc/mean@1}",),
+        "run.keep_best.metric: val-core/a/acc/mean@1 is logged at the end only: set run.validate_every",
     ),
     "gspo's average": (
         ("ppo.loss=gspo", "ppo.clip=3e-4"),

@@ -91,3 +91,16 @@ def test_writing_a_step_again_replaces_it(tmp_path: Path) -> None:
     write(checkpoints, 1, "new")
     assert (tmp_path / "step_1" / "actor" / "data").read_text() == "new"
     assert names(tmp_path) == ["step_1"]
+
+
+def test_the_best_stays_beside_the_latest_and_has_a_link(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, 1)
+    for step, best in ((1, None), (2, 2), (3, 2), (4, 2), (5, 5), (6, 5)):
+        with checkpoints.writing(step, best) as folder:
+            checkpoints.write_state(folder, {"step": step})
+        if step == 4:
+            assert names(tmp_path) == ["best", "step_2", "step_4"]
+            assert checkpoints.read_state(tmp_path / "best") == {"step": 2}
+            assert checkpoints.latest() == tmp_path / "step_4"
+    assert names(tmp_path) == ["best", "step_5", "step_6"]
+    assert (tmp_path / "best").resolve() == tmp_path / "step_5"

@@ -183,7 +183,8 @@ def test_hellaswag_rows_without_an_answer_are_named(tmp_path: Path, changes: dic
 def test_multiple_choice(response: str, choice: str | None) -> None:
     assert multiple_choice.extract_choice(response) == choice
     result = multiple_choice.compute_score("Rowan/hellaswag", response, "B", {})
-    assert result == {"score": float(choice == "B"), "acc": float(choice == "B"), "format": float(choice is not None)}
+    right = float(choice == "B")
+    assert result == {"score": right, "acc": right, "format": float(choice is not None), "pred": choice or ""}
 
 
 @pytest.mark.parametrize("unit", ["Answer: ", "answer ", ")", "A. ", "*", "\n", "#### A", r"\boxed{"])

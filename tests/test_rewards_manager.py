@@ -123,11 +123,15 @@ def test_scores_come_in_order_with_their_ids(manager: RewardManager) -> None:
         ("True", 1.0, {}),
         ("-2", -2.0, {}),
         ("__import__('fractions').Fraction(1, 4)", 0.25, {}),
-        ("{'score': 1, 'acc': True, 'pred': 'x', 'n': 3, 'bad': float('nan'), 'none': None}", 1.0, {"acc": 1, "n": 3}),
+        (
+            "{'score': 1, 'acc': True, 'pred': 'x', 'n': 3, 'bad': float('nan'), 'none': None}",
+            1.0,
+            {"acc": 1, "n": 3, "pred": "x"},
+        ),
     ],
 )
 def test_numbers_and_dicts_are_scores(
-    manager: RewardManager, value: str, score: float, extras: dict[str, float]
+    manager: RewardManager, value: str, score: float, extras: dict[str, float | str]
 ) -> None:
     [row] = manager.score(table(1), [f"return {value}"]).to_pylist()
     assert (row["score"], row["failed"], row["failure"]) == (score, False, "")

@@ -18,6 +18,7 @@ import yaml
 from small_run import Command, kill, log_steps, make_run_folder, worker_pid
 
 from megappo.data import batch
+from megappo.metric_names import unknown_name
 from megappo.report.run_log import read_log, read_samples
 
 STEPS = 5
@@ -205,7 +206,8 @@ def test_checkpoints_are_complete_and_the_last_two(whole: Outcome) -> None:
 def test_config_samples_tensorboard_and_report(whole: Outcome) -> None:
     assert yaml.safe_load((whole.run / "config.yaml").read_text())["ppo"]["mini_batch"] == 8
     kinds = {(sample["step"], sample["kind"]) for sample in read_samples(whole.run)}
-    assert kinds == {*((step, "train") for step in range(1, 6)), *((step, "validation") for step in (0, 3, 5))}
+    validated = {(step, kind) for step in (0, 3, 5) for kind in ("validation", "canary")}
+    assert kinds == {*((step, "train") for step in range(1, 6)), *validated}
     (events,) = (whole.run / "tensorboard").iterdir()
     assert b"actor/pg_loss" in events.read_bytes()
     page = (whole.run / "report.html").read_text()
@@ -245,6 +247,23 @@ def test_rewards_are_score_and_penalty(whole: Outcome) -> None:
             expected = -coef * penalty
             expected[-1] += score
             np.testing.assert_allclose(reward, expected, atol=1e-6)
+
+
+def test_guards_acted(whole: Outcome) -> None:
+    """One lowers rates after three steps, another raises the KL coefficient after four; both are in `killed` too."""
+    factors = [whole.metrics[step]["guard/rate_factor"] for step in range(1, 6)]
+    assert factors == [1, 1, 0.5, 0.5, 0.5]
+    assert [whole.metrics[step]["guard/kl_factor"] for step in range(1, 6)] == [1, 1, 1, 2, 2]
+    assert [whole.metrics[step]["guard/long"] for step in range(1, 6)] == [1, 2, 0, 1, 2]
+    rates = [whole.metrics[step]["actor/lr"] for step in range(1, 6)]
+    np.testing.assert_allclose(rates, [0.5e-3, 1e-3, 1e-3, 1e-3 * 2 / 3 / 2, 1e-3 / 3 / 2])
+    assert "WARNING: ppo.guards.long: response_length/mean is " in whole.console
+
+
+def test_every_logged_name_is_one_that_a_guard_may_watch(whole: Outcome) -> None:
+    for metrics in whole.metrics.values():
+        assert [name for name in metrics if unknown_name(name)] == []
+    assert {step for step, m in whole.metrics.items() if "canary/arithmetic/reward/mean@1" in m} == {0, 3, 5}
 
 
 def test_schedules_and_controller_moved(whole: Outcome) -> None:

@@ -23,7 +23,7 @@ def test_forward_and_training() -> None:
         {"timing_s/old_log_prob": 2.0, "timing_s/update_actor": 4.0, "timing_s/values": 1.0, "timing_s/gen": 1.0},
         np.array([3, 2]),
         np.array([2, 1]),
-        epochs=2,
+        passes=lambda role: 2,
         peak_tflops=1e-9,
     )
     assert found["perf/tflops/old_log_prob"] == pytest.approx((body + head) / 2 / 2 / 1e12)

@@ -10,7 +10,7 @@ import pytest
 
 from megappo.cluster.calls import Place, Span
 from megappo.data import batch
-from megappo.report.step_metrics import BATCH_COLUMNS, batch_metrics, busy_seconds, time_metrics, validation_metrics
+from megappo.report.step_metrics import BATCH_COLUMNS, batch_metrics, busy_seconds, time_metrics
 
 
 def ragged(*rows: list[float]) -> pa.ListArray:
@@ -92,55 +92,6 @@ def test_batch_metrics() -> None:
 def test_constant_returns_explain_nothing() -> None:
     table = rows().drop_columns(["returns"]).append_column("returns", ragged([1.0, 1.0, 1.0], [1.0]))
     assert batch_metrics(table, 4, 3)["critic/vf_explained_var"] == 0.0
-
-
-def validation(extras: list[str], failed: tuple[int, ...] = ()) -> pa.Table:
-    return pa.table(
-        {
-            "data_source": ["a", "a", "a", "a", "b", "b"],
-            "prompt_index": [0, 0, 1, 1, 2, 2],
-            "response_ids": pa.array([[1], [1, 2], [1], [1], [1], [1]], pa.list_(pa.int32())),
-            "score": pa.array([1, 0, 1, 1, 0.5, 0], pa.float32()),
-            "extras": extras,
-            "failed": [row in failed for row in range(6)],
-        }
-    )
-
-
-def test_validation_without_accuracy_shows_the_reward() -> None:
-    assert validation_metrics(validation([""] * 6)) == {
-        "val-core/a/reward/mean@2": 0.75,
-        "val-core/b/reward/mean@2": 0.25,
-        "val-aux/a/response_length/mean@2": 1.25,
-        "val-aux/b/response_length/mean@2": 1.0,
-        "val-aux/a/failed_rows": 0,
-        "val-aux/b/failed_rows": 0,
-    }
-
-
-def test_accuracy_comes_first_where_a_source_reports_it() -> None:
-    found = validation_metrics(validation(['{"acc": 1}', '{"acc": 0}', "{}", '{"acc": 0}', "{}", ""]))
-    assert found["val-core/a/acc/mean@2"] == pytest.approx(1 / 3)  # over the rows that have it
-    assert found["val-aux/a/reward/mean@2"] == 0.75
-    assert found["val-core/b/reward/mean@2"] == 0.25
-    assert not any("nan" in str(value) for value in found.values())
-
-
-def test_failed_rows_count_as_zero_in_what_their_source_reports() -> None:
-    extras = ['{"acc": 1, "format": 1}', "{}", '{"acc": 1, "format": 0}', "{}", '{"reward": 9}', "{}"]
-    found = validation_metrics(validation(extras, failed=(1, 3, 5)))
-    assert found["val-core/a/acc/mean@2"] == 0.5
-    assert found["val-aux/a/format/mean@2"] == 0.25
-    assert found["val-aux/a/failed_rows"] == 2
-    assert found["val-aux/b/failed_rows"] == 1
-    assert found["val-core/b/reward/mean@2"] == 0.25  # the score, whatever a function calls its numbers
-    assert not any(name.startswith(("val-core/b/acc", "val-aux/b/acc")) for name in found)
-
-
-def test_a_source_whose_every_reward_failed_has_the_score_only() -> None:
-    found = validation_metrics(validation(['{"acc": 1}'] * 4 + ["{}"] * 2, failed=(4, 5)))
-    assert found["val-aux/b/failed_rows"] == 2
-    assert "val-core/b/reward/mean@2" in found and "val-core/b/acc/mean@2" not in found
 
 
 @dataclass(frozen=True)

@@ -52,10 +52,20 @@ def test_group_relative_run(tmp_path: Path) -> None:
 
 
 def dapo_goes_on(folder: Path) -> None:
-    """Prompts whose answers end in 7 fail and score 0 three times over; dynamic sampling takes others instead."""
-    options = ("ppo.dynamic_sampling.max_rounds=9", "ppo.overlong.buffer=4", "ppo.loss=gspo", "run.keep_checkpoints=9")
-    command = Command(folder, "run.steps=5", "run.validate_every=0", *options)
-    assert command.wait() == 0, command.text
+    """Prompts whose answers end in 7 fail and score 0 three times over; dynamic sampling takes others instead.
+
+    A guard ends the run after two steps, and of three checkpoints, the last and the best stay.
+    """
+    core = "val-core/arithmetic/reward/mean@1"
+    command = Command(
+        folder,
+        *("run.steps=9", "run.validate_every=1", "run.keep_checkpoints=1", f"run.keep_best.metric={core}"),
+        *("ppo.dynamic_sampling.max_rounds=9", "ppo.overlong.buffer=4", "ppo.loss=gspo"),
+        "ppo.guards={long: {metric: response_length/mean, above: 0, for_steps: 2, action: stop}}",
+    )
+    assert command.wait() == 1, command.text
+    assert "error: ppo.guards.long: response_length/mean is " in command.text
+    assert "stopped after step 5, whose checkpoint is written" in command.text
     position = 3 * 7
     for step in (4, 5):
         rows = pq.read_table(folder / "run" / "rollouts" / f"step_{step}.parquet")
@@ -71,3 +81,8 @@ def dapo_goes_on(folder: Path) -> None:
         assert metrics["train/informative_prompts"] >= 7 and metrics["train/num_gen_batches"] <= 9
     state = json.loads((folder / "run" / "checkpoints" / "step_5" / "trainer.json").read_text())
     assert state["position"] == position > 5 * 7
+    scores = {step: read_log(folder / "run")[step]["metrics"][core] for step in (4, 5)}
+    best = max(scores, key=scores.__getitem__)
+    assert state["best"] == {"step": best, "value": scores[best]}
+    assert {path.name for path in (folder / "run" / "checkpoints").iterdir()} == {"best", f"step_{best}", "step_5"}
+    assert (folder / "run" / "checkpoints" / "best").resolve().name == f"step_{best}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megappo.check.algorithm import ppo_findings, sampling_findings
+from megappo.check.algorithm import best_findings, ppo_findings, sampling_findings
 from megappo.check.data import data_findings, length_findings
 from megappo.check.findings import Advice, Lacking, on_files
 from megappo.check.layouts import layout_findings, memory_findings, pool_findings
@@ -72,3 +72,4 @@ def _findings(config: Config) -> Iterator[str]:
     yield from memory_findings(config, specs)
     yield from sampling_findings(config)
     yield from ppo_findings(config)
+    yield from best_findings(config)

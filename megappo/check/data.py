@@ -17,9 +17,9 @@ def data_findings(config: Config) -> Iterator[str]:
     data = config.data
     if not data.train:
         yield "data.train: empty: give at least one parquet file"
-    rows = {"train": 0, "validation": 0}
+    rows = {"train": 0, "validation": 0, "canary": 0}
     chat = []
-    for split, paths in (("train", data.train), ("validation", data.validation)):
+    for split, paths in (("train", data.train), ("validation", data.validation), ("canary", data.canary)):
         for path in paths:
             try:
                 file = read_prompt_file(Path(path))
@@ -45,7 +45,7 @@ def data_findings(config: Config) -> Iterator[str]:
             f"data.validation_prompts: {data.validation_prompts} is more than the {rows['validation']} prompts of "
             "data.validation: all are used"
         )
-    if config.run.validate_every and not data.validation:
+    if config.run.validate_every and not data.validation and not data.canary:
         yield Advice(
             f"run.validate_every: {config.run.validate_every} has no effect without data.validation: name files there"
         )

@@ -22,7 +22,7 @@ def reward_findings(config: Config) -> Iterator[str]:
         yield from under("roles.reward.function", reward_problems(reward.function))
     elif reward.by_source:
         known = ", ".join(reward.by_source)
-        for path in (*config.data.train, *config.data.validation):
+        for path in (*config.data.train, *config.data.validation, *config.data.canary):
             for source in sorted(data_sources(Path(path)) - set(reward.by_source)):
                 yield (
                     f"roles.reward.by_source: has no function for data_source {source!r} of {path}, only for {known}: "

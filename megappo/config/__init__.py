@@ -4,6 +4,7 @@ Batch sizes count responses over all ranks; nothing is multiplied or divided beh
 """
 
 from megappo.config.file import Config, ConfigError, describe_config, dump_config, load_config
+from megappo.config.guards import GuardConfig, KeepBestConfig
 from megappo.config.ppo import (
     CorrectionConfig,
     DynamicSamplingConfig,
@@ -34,8 +35,10 @@ __all__ = [
     "CorrectionConfig",
     "DataConfig",
     "DynamicSamplingConfig",
+    "GuardConfig",
     "KLConfig",
     "KLEstimator",
+    "KeepBestConfig",
     "MegatronRoleConfig",
     "Offload",
     "OptimizerConfig",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from megappo.config.guards import GuardConfig
 from megappo.strict_yaml import key
 
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -94,6 +96,7 @@ class PPOConfig:
     )
     mini_batch: int = key("responses of one optimizer step, over all ranks", at_least=1)
     epochs: int = key("passes over each step's batch", 1, at_least=1)
+    critic_updates: int = key("passes of the critic for each pass of the actor", 1, at_least=1)
     critic_warmup: int = key("first steps in which only the critic trains", 0, at_least=0)
     actor_lr: float = key("peak learning rate of the actor", at_least=0)
     critic_lr: float | None = key("peak learning rate of the critic", None, at_least=0)
@@ -104,6 +107,11 @@ class PPOConfig:
     kl: KLConfig = key("KL against the reference", KLConfig())
     correction: CorrectionConfig = key("correction of off-policy responses", CorrectionConfig())
     optimizer: OptimizerConfig = key("AdamW and its schedule", OptimizerConfig())
+    guards: Mapping[str, GuardConfig] = key("limits on metrics, by a name of your own", {})
+
+    def passes(self, role: str) -> int:
+        """Passes of a trained role over a step's batch."""
+        return self.epochs * (self.critic_updates if role == "critic" else 1)
 
     @property
     def needs_critic(self) -> bool:

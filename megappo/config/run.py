@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megappo.config.guards import KeepBestConfig
 from megappo.strict_yaml import key
 
 
@@ -15,6 +16,9 @@ class RunConfig:
     seed: int = key("seed of data order, mini-batches and sampling", 1, at_least=0)
     save_every: int = key("steps between checkpoints; 0: only at the end", 0, at_least=0)
     keep_checkpoints: int = key("number of latest checkpoints kept", 2, at_least=1)
+    keep_best: KeepBestConfig | None = key(
+        "also write and keep the checkpoint of the best validation; null: only the latest", None
+    )
     validate_every: int = key("steps between validations; 0: only before and after", 0, at_least=0)
     validate_before: bool = key("validate before the first step", True)
     trackers: tuple[Literal["tensorboard"], ...] = key("where metrics go besides log.jsonl", ())
@@ -36,6 +40,7 @@ class RunConfig:
 class DataConfig:
     train: tuple[str, ...] = key("parquet files to train on")
     validation: tuple[str, ...] = key("parquet files to validate on", ())
+    canary: tuple[str, ...] = key("parquet files of prompts that are watched with every validation", ())
     prompts_per_step: int = key("prompts of one training step", at_least=1)
     max_prompt: int = key("longest prompt, in tokens", at_least=1)
     max_response: int = key("longest response, in tokens", at_least=1)

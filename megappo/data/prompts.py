@@ -123,7 +123,7 @@ def load_prompts(
 def _read(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """Batches of rows as Python objects, each with the number of its first row in the file."""
     if not path.exists():
-        raise DataError(f"{path}: no such file; check data.train and data.validation")
+        raise DataError(f"{path}: no such file; check data.train, data.validation and data.canary")
     if path.is_dir():
         raise DataError(f"{path}: is a folder; name the parquet files in it")
     try:

@@ -121,7 +121,7 @@ def role_phases(
     )
     out = {SCORES[name]: passes.scoring_phase(spec, layout, use, device, work.sequences)}
     if name in UPDATES:
-        sizes = {"mini_batch": config.ppo.mini_batch, "epochs": config.ppo.epochs}
+        sizes = {"mini_batch": config.ppo.mini_batch, "epochs": config.ppo.passes(name)}
         out[UPDATES[name]] = passes.update_phase(spec, layout, use, device, work.sequences, **sizes)
     return out
 
@@ -147,7 +147,7 @@ def with_offload(
     out = {SCORES[name]: total([phases[SCORES[name]], Phase({HOST: weights})])}
     if name in UPDATES:
         update, state = phases[UPDATES[name]], memory.optimizer / link
-        steps = -(-work.sequences // config.ppo.mini_batch) * config.ppo.epochs
+        steps = -(-work.sequences // config.ppo.mini_batch) * config.ppo.passes(name)
         moved = 2 * weights + state + max(state - update.seconds / steps, 0.0)
         out[UPDATES[name]] = total([update, Phase({HOST: moved})])
     return out

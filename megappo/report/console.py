@@ -51,7 +51,9 @@ def validation_scores(metrics: Mapping[str, float]) -> dict[str, float]:
     for name, value in metrics.items():
         if not name.startswith("val-core/") or name.count("/") < 3:
             continue
-        source, kind = name.removeprefix("val-core/").rsplit("/", 2)[:2]
+        source, kind, metric = name.removeprefix("val-core/").rsplit("/", 2)
+        if not metric.startswith("mean@"):
+            continue
         if source not in chosen or kind == "acc":
             chosen[source] = (kind, value)
     return {f"{source} {kind}": value for source, (kind, value) in chosen.items()}

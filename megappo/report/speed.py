@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,7 +52,7 @@ def speed_metrics(
     tokens: np.ndarray,
     response_tokens: np.ndarray,
     *,
-    epochs: int,
+    passes: Callable[[str], int],
     peak_tflops: float | None,
 ) -> dict[str, float]:
     """``perf/tflops/<phase>`` per device and, where the peak is known, ``perf/mfu/<phase>``.
@@ -61,7 +61,7 @@ def speed_metrics(
         workers: by role.
         times: ``timing_s/<phase>`` in seconds.
         tokens, response_tokens: of each row.
-        epochs: passes of an update over the batch.
+        passes: of each trained role over the batch, in an update.
         peak_tflops: of one device.
     """
     out = {}
@@ -70,7 +70,8 @@ def speed_metrics(
         if worker is None or seconds <= 0:
             continue
         head_tokens = 0 if worker.scalar_head else int(response_tokens.sum())
-        flops = forward_flops(worker.shape, tokens.tolist(), head_tokens) * ((1 + BACKWARD) * epochs if trains else 1)
+        forward = forward_flops(worker.shape, tokens.tolist(), head_tokens)
+        flops = forward * (1 + BACKWARD) * passes(role) if trains else forward
         out[f"perf/tflops/{phase}"] = flops / seconds / worker.devices / 1e12
         if peak_tflops:
             out[f"perf/mfu/{phase}"] = out[f"perf/tflops/{phase}"] / peak_tflops

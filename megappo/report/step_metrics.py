@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ import torch
 from megappo.data import batch
 from megappo.data.loss_mask import LOSS_MASK, flat_mask
 from megappo.ppo.explained_variance import explained_variance
+from megappo.report.reward_extras import reward_extras
 
 Metrics = dict[str, float]
 
@@ -44,8 +44,8 @@ def batch_metrics(rows: pa.Table, max_prompt: int, max_response: int) -> Metrics
 
     Lengths, scores, rewards, advantages, returns, values; how far the engine's probabilities of its own tokens are from
     the trainer's; how many rewards failed; ``reward/<name>/mean`` of what reward functions returned beside the score;
-    and with ``loss_mask`` the share of response tokens that the policy produced. Tokens of others are in the lengths
-    only.
+    the mean score of greedy responses where they are the baseline; and with ``loss_mask`` the share of response tokens
+    that the policy produced. Tokens of others are in the lengths only.
     """
     prompts, responses = batch.lengths(rows, "prompt_ids"), batch.lengths(rows, "response_ids")
     rewards = np.array([row.sum() for row in batch.split_rows(rows, "rewards")])
@@ -69,6 +69,8 @@ def batch_metrics(rows: pa.Table, max_prompt: int, max_response: int) -> Metrics
         out[f"training/rollout_{name}_diff_max"] = float(np.abs(gap).max())
     if engine.std() > 0 and trainer.std() > 0:
         out["training/rollout_actor_probs_pearson_corr"] = float(np.corrcoef(np.exp(engine), np.exp(trainer))[0, 1])
+    if "baseline" in rows.column_names:
+        out["reward/baseline/mean"] = float(batch.column(rows, "baseline").mean())
     if LOSS_MASK in rows.column_names:
         out["response_length/produced_ratio"] = float(mask.mean())
     for name, extra in reward_extras(rows).items():
@@ -92,53 +94,8 @@ BATCH_COLUMNS = (
     *("prompt_ids", "response_ids", "finish_reason", "score", "failed", "extras", "data_source"),
     *("rollout_logprobs", "logprobs", "values", "rewards", "advantages", "returns"),
 )
-"""What :func:`batch_metrics` reads, besides ``loss_mask``; a batch without a critic has no values and returns."""
-
-
-def reward_extras(rows: pa.Table) -> dict[str, np.ndarray]:
-    """The numbers that reward functions returned beside the score, by name: float64 [rows], nan where there is none.
-
-    A row whose reward failed counts as 0, as its score does, in every number that other rows of its source have.
-    """
-    parsed = [json.loads(text or "{}") for text in rows.column("extras").to_pylist()]
-    sources = rows.column("data_source").to_pylist()
-    failed = batch.column(rows, "failed")
-    known = defaultdict(set)
-    for source, extras in zip(sources, parsed, strict=True):
-        known[source].update(extras)
-    for row in np.flatnonzero(failed):
-        parsed[row] = dict.fromkeys(known[sources[row]], 0.0)
-    names = sorted(set().union(*known.values()))
-    return {name: np.array([extras.get(name, np.nan) for extras in parsed], dtype=float) for name in names}
-
-
-VALIDATION_COLUMNS = ("data_source", "prompt_index", "response_ids", "score", "failed", "extras")
-"""What :func:`validation_metrics` reads."""
-
-
-def validation_metrics(rows: pa.Table) -> Metrics:
-    """``val-core/<data_source>/<acc or reward>/mean@N`` and ``val-aux`` of everything else, N samples a prompt.
-
-    The core value is accuracy where the reward function returns ``acc``, else the score. Rows whose reward failed count
-    as 0; ``val-aux/<data_source>/failed_rows`` says how many there are.
-    """
-    sources = np.array(rows.column("data_source").to_pylist())
-    prompts = batch.column(rows, "prompt_index")
-    measured = {**reward_extras(rows), "reward": batch.column(rows, "score").astype(float)}
-    failed = batch.column(rows, "failed")
-    lengths = batch.lengths(rows, "response_ids").astype(float)
-    out: Metrics = {}
-    for source in sorted(set(sources)):
-        here = sources == source
-        samples = round(here.sum() / len(np.unique(prompts[here])))
-        present = {name: values for name, values in measured.items() if not np.isnan(values[here]).all()}
-        core = "acc" if "acc" in present else "reward"
-        for name, values in present.items():
-            kind = "val-core" if name == core else "val-aux"
-            out[f"{kind}/{source}/{name}/mean@{samples}"] = float(np.nanmean(values[here]))
-        out[f"val-aux/{source}/response_length/mean@{samples}"] = float(lengths[here].mean())
-        out[f"val-aux/{source}/failed_rows"] = float(failed[here].sum())
-    return out
+"""What :func:`batch_metrics` reads, besides ``loss_mask`` and ``baseline``; a batch without a critic has no values and
+returns."""
 
 
 def busy_seconds(intervals: Iterable[Interval]) -> float:

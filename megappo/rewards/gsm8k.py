@@ -9,6 +9,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
+MAX_DIGITS = 40  # written out
 NUMBER = r"[-+]?\$?[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
 MARKED = re.compile(rf"####\s*({NUMBER})(?![0-9]|\s*/\s*[0-9])")  # not the numerator of "#### 1/2"
 ANY = re.compile(rf"(?<![0-9.,])(?:(?<=[0-9A-Za-z)])-)?({NUMBER})")  # the minus of "10-3" is no sign
@@ -20,7 +21,7 @@ def compute_score(
     ground_truth: str,
     extra_info: dict[str, Any] | None = None,
     method: Literal["strict", "flexible"] = "strict",
-) -> dict[str, float]:
+) -> dict[str, float | str]:
     """1 where the response's answer equals `ground_truth` as a number, else 0; `format` says if `####` was followed.
 
     `strict` takes the last number after `####`. `flexible` falls back on the last number anywhere. `ground_truth` is
@@ -34,12 +35,12 @@ def compute_score(
     if truth is None:
         truth = _number(ground_truth)
     correct = float(answer is not None and answer == truth)
-    return {"score": correct, "acc": correct, "format": formatted}
+    return {"score": correct, "acc": correct, "format": formatted, "pred": "" if answer is None else _spelling(answer)}
 
 
 def compute_score_flexible(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
-) -> dict[str, float]:
+) -> dict[str, float | str]:
     """`compute_score` with `method="flexible"`, to be named in a config."""
     return compute_score(data_source, solution_str, ground_truth, extra_info, method="flexible")
 
@@ -52,6 +53,11 @@ def extract_answer(text: str) -> Decimal | None:
 def _last(pattern: re.Pattern[str], text: str) -> Decimal | None:
     found = pattern.findall(text)
     return _number(found[-1]) if found else None
+
+
+def _spelling(number: Decimal) -> str:
+    """One for all spellings of a number: 72 for 72.00 and +72."""
+    return f"{number.normalize():f}" if abs(number.adjusted()) < MAX_DIGITS else str(number.normalize())
 
 
 def _number(text: str) -> Decimal | None:

@@ -28,7 +28,7 @@ COMMAND = r"\\(?:text|mathrm|mbox|textrm|textbf|mathbf)"
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
-) -> dict[str, float]:
+) -> dict[str, float | str]:
     r"""1 where the last `\boxed{...}` of the response is equivalent to `ground_truth`, else 0.
 
     `ground_truth` is the answer, or a whole solution with the answer boxed. `format` says if there was a box at all.
@@ -36,7 +36,8 @@ def compute_score(
     answer = last_boxed(solution_str)
     truth = last_boxed(ground_truth)
     correct = float(answer is not None and equivalent(answer, ground_truth if truth is None else truth))
-    return {"score": correct, "acc": correct, "format": float(answer is not None)}
+    pred = "" if answer is None else normalise(answer)
+    return {"score": correct, "acc": correct, "format": float(answer is not None), "pred": pred}
 
 
 def last_boxed(text: str) -> str | None:

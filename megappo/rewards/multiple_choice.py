@@ -17,7 +17,7 @@ ALONE = re.compile(r"\s*[(*]*([A-Z])[)*.]*\s*")
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
-) -> dict[str, float]:
+) -> dict[str, float | str]:
     """1 where the response chooses the letter `ground_truth` (A, B, ...), else 0; `format` says if it chose at all.
 
     The choice is the last `Answer: B` (also `answer is (B)`, `#### B`, `\\boxed{B}`, each with the text of the choice
@@ -25,7 +25,7 @@ def compute_score(
     """
     choice = extract_choice(solution_str)
     correct = float(choice is not None and choice == ground_truth.strip().upper())
-    return {"score": correct, "acc": correct, "format": float(choice is not None)}
+    return {"score": correct, "acc": correct, "format": float(choice is not None), "pred": choice or ""}
 
 
 def extract_choice(text: str) -> str | None:

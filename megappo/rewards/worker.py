@@ -31,7 +31,7 @@ class Sample(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """`failure` is empty where the reward worked; `extras` holds the other numbers of its dict as JSON."""
+    """`failure` is empty where the reward worked; `extras` has the other numbers of its dict, and `pred`, as JSON."""
 
     score: float
     failure: str = ""
@@ -85,7 +85,7 @@ def score(reward: RewardFunction, sample: Sample) -> Outcome:
 
 def judge(result: Any) -> Outcome:
     """The Outcome of what a reward function returned."""
-    extras: dict[str, float] = {}
+    extras: dict[str, float | str] = {}
     value = result
     if isinstance(result, Mapping):
         if "score" not in result:
@@ -93,6 +93,8 @@ def judge(result: Any) -> Outcome:
         value = result["score"]
         numbers = {str(key): _number(item) for key, item in result.items() if key != "score"}
         extras = {key: item for key, item in numbers.items() if item is not None and abs(item) <= FLOAT32_MAX}
+        if isinstance(result.get("pred"), str):
+            extras["pred"] = _cut(result["pred"])
     number = _number(value)
     if number is None:
         return Outcome(0.0, _cut(f"returned {value!r}, not a number"))

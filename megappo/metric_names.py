@@ -1,0 +1,55 @@
+"""Names of logged metrics: those that are known beforehand, and which others there can be."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+_SUMMARY = ("mean", "max", "min")
+_LENGTHS = (*_SUMMARY, "clip_ratio")
+
+FIXED = frozenset(
+    [
+        *(f"actor/{name}" for name in ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "ppo_kl_first")),
+        *(f"actor/{name}" for name in ("ratio", "entropy", "kl_loss", "grad_norm", "lr")),
+        *(f"actor/{name}" for name in ("reward_kl_penalty", "reward_kl_penalty_coeff")),
+        *(f"critic/{name}" for name in ("vf_loss", "vf_clipfrac", "vpred_mean", "vf_explained_var", "grad_norm", "lr")),
+        *(
+            f"critic/{name}/{kind}"
+            for name in ("score", "rewards", "advantages", "returns", "values")
+            for kind in _SUMMARY
+        ),
+        *(f"{name}_length/{kind}" for name in ("prompt", "response") for kind in _LENGTHS),
+        "response_length/produced_ratio",
+        *(f"train/{name}" for name in ("num_gen_batches", "sampled_prompts", "informative_prompts")),
+        *(f"training/rollout_{name}_diff_{kind}" for name in ("probs", "logprobs") for kind in ("mean", "max")),
+        *(f"training/{name}" for name in ("rollout_actor_probs_pearson_corr", "global_step", "epoch")),
+        *(f"training/{name}" for name in ("correction_mean", "correction_truncated")),
+    ]
+)
+"""Every name of these families."""
+
+VALIDATION = ("val-core", "val-aux", "canary")
+OPEN = (*VALIDATION, "reward", "perf", "timing_s", "guard")
+"""Families whose names depend on the data, the reward functions or the machine."""
+
+
+def family(name: str) -> str:
+    """What comes before the first slash."""
+    return name.split("/")[0]
+
+
+def unknown_name(name: str) -> str:
+    """Why no run can log a metric of this name, with what may be meant; empty if one can."""
+    if name in FIXED or (family(name) in OPEN and "/" in name):
+        return ""
+    return f"{name} is no metric that a run logs{meant(name, FIXED)}"
+
+
+def meant(name: str, names: Iterable[str]) -> str:
+    """``: did you mean ...?``, or which families there are."""
+    close = difflib.get_close_matches(name, sorted(names), 3, 0.6)
+    if close:
+        return f": did you mean {' or '.join(close)}?"
+    families = sorted({family(known) for known in FIXED} | set(OPEN))
+    return f": names begin with {', '.join(f'{known}/' for known in families)}"
