@@ -138,7 +138,7 @@ class Store:
         self.tables.append(table)
         return len(self.tables) - 1
 
-    def get(self, refs: list[int]) -> list[pa.Table]:
+    def get(self, refs: list[int], timeout: float | None = None) -> list[pa.Table]:
         return [self.tables[ref] for ref in refs]
 
 
