@@ -17,13 +17,20 @@ class ShareError(RuntimeError):
     """A process that shared the work failed or died."""
 
 
-def shared(work: Callable[[Item], Any], items: Sequence[Item], sizes: Sequence[int], processes: int) -> list[Any]:
+def shared(
+    work: Callable[[Item], Any],
+    items: Sequence[Item],
+    sizes: Sequence[int],
+    processes: int,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[Any]:
     """``[work(item) for item in items]`` by several processes, each with items of about the same size in all.
 
     Args:
         work: needs no lock: no two items touch the same bytes.
         sizes: of the items, to balance them.
         processes: at most; with one, this process works itself.
+        meanwhile: done by this process, while others work.
 
     Raises:
         ShareError: a process died.
@@ -31,6 +38,7 @@ def shared(work: Callable[[Item], Any], items: Sequence[Item], sizes: Sequence[i
     """
     processes = min(processes, len(items))
     if processes <= 1:
+        meanwhile()
         return [work(item) for item in items]
     shares: list[list[int]] = [[] for _ in range(processes)]
     loads = [0] * processes
@@ -47,6 +55,7 @@ def shared(work: Callable[[Item], Any], items: Sequence[Item], sizes: Sequence[i
             process.start()
             theirs.close()
             started.append((process, ours))
+        meanwhile()
         results: dict[int, Any] = {}
         for process, ours in started:
             results.update(_received(process, ours))

@@ -22,7 +22,7 @@ from megappo.reshard.files import check_tensors
 from megappo.reshard.megatron_tensors import MegatronTensor, megatron_tensors
 from megappo.reshard.safetensors_files import find_tensors
 from megappo.reshard.stored import Stored, copy_block, row_blocks
-from megappo.reshard.torch_dist import Chunk, ChunkFile, write_metadata
+from megappo.reshard.torch_dist import Chunk, ChunkFile, Place, write_metadata
 
 FILE_BYTES = 512 * 2**20
 """About the size of a checkpoint's files, so that several processes can write (and read) one rank's part."""
@@ -82,9 +82,17 @@ class ToMegatron:
 
     def write(self, destination: Path, processes: int) -> None:
         """Write the checkpoint into an empty folder."""
-        chunks = self._make_room(destination)
+        chunks, objects = self._make_room(destination)
         fill = partial(_fill, self.found, destination, self.bucket_bytes)
-        shared(fill, list(zip(self.parts, chunks, strict=True)), [part.num_bytes for part in self.parts], processes)
+        layers = (self.spec.num_layers,)
+        shapes = {t.key: t.shape if t.layer is None else layers + t.shape for t in self.tensors.values()}
+        shared(
+            fill,
+            list(zip(self.parts, chunks, strict=True)),
+            [part.num_bytes for part in self.parts],
+            processes,
+            meanwhile=lambda: write_metadata(destination, shapes, chunks, objects),
+        )
         copy_companions(self.folder, destination / COMPANIONS)
 
     def _parts(self, layout: Layout, bucket_bytes: int) -> Iterator[Part]:
@@ -103,8 +111,8 @@ class ToMegatron:
                     yield Part(f"__{rank}_{filled[rank] // FILE_BYTES}.distcp", tensor, begin, extent, count)
                     filled[rank] += count
 
-    def _make_room(self, destination: Path) -> list[Chunk]:
-        """Lay out the checkpoint: everything but the values of its tensors."""
+    def _make_room(self, destination: Path) -> tuple[list[Chunk], dict[str, Place]]:
+        """Lay out the files, all but values. Returns the parts' chunks, and the places of what is no tensor."""
         files = {name: ChunkFile(destination, name) for name in dict.fromkeys(part.file for part in self.parts)}
         with ExitStack() as stack:
             for file in files.values():
@@ -117,10 +125,7 @@ class ToMegatron:
                     files[part.file].reserve(part.tensor.key, (*front, *part.offset), (*one, *part.size), dtype)
                 )
             objects = {key: files[self.parts[0].file].append([None]) for key in _objects(self.spec)}
-        layers = (self.spec.num_layers,)
-        shapes = {t.key: t.shape if t.layer is None else layers + t.shape for t in self.tensors.values()}
-        write_metadata(destination, shapes, chunks, objects)
-        return chunks
+        return chunks, objects
 
 
 def _dtypes(

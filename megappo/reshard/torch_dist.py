@@ -2,6 +2,9 @@
 
 A folder holds ``__R_N.distcp`` files, each a row of ``torch.save`` archives, one a chunk; ``.metadata``, a pickle that
 says which chunk of which tensor lies where (``torch.distributed.checkpoint``); ``common.pt`` and ``metadata.json``.
+
+That pickle is read without torch's classes for it, whose import takes as long as a good part of a conversion; and so
+nothing in it can run code.
 """
 
 from __future__ import annotations
@@ -17,16 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from megappo.models.spec import ModelError
 from megappo.reshard.stored import Stored
@@ -94,6 +87,31 @@ class _Header(pickle.Unpickler):
         return pid
 
 
+class _Record:
+    """Stands for an object of whatever class: its fields."""
+
+    def __init__(self, *_: object) -> None:
+        """Arguments of the other class are of no interest."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
+class _Metadata(pickle.Unpickler):
+    """Reads ``.metadata``: records instead of objects."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | torch.layout):
+            return found
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return lambda name: name
+        return type(name, (_Record,), {})
+
+
 class _Window(io.RawIOBase):
     """A part of an open file, as a file."""
 
@@ -133,26 +151,25 @@ def read_chunks(folder: Path) -> tuple[dict[str, tuple[int, ...]], list[Chunk]]:
     if backend != "torch_dist":
         raise ModelError([f"{folder}: is in the format {backend!r}: save it as torch_dist (Megatron's --ckpt-format)"])
     try:
-        metadata = FileSystemReader(folder).read_metadata()
+        with (folder / ".metadata").open("rb") as file:
+            metadata = _Metadata(file).load()
+        entries = {key: entry for key, entry in metadata.state_dict_metadata.items() if hasattr(entry, "chunks")}
+        stored = {(at.fqn, at.offset): info for at, info in metadata.storage_data.items() if at.fqn in entries}
+        shapes = {key: tuple(entry.size) for key, entry in entries.items()}
+        chunks = [
+            Chunk(key, part.offsets, part.sizes, entry.properties.state[0], _place(stored[key, part.offsets]))
+            for key, entry in entries.items()
+            for part in entry.chunks
+        ]
     except FileNotFoundError:
         raise ModelError([f"{folder}: has no .metadata, so it is no complete checkpoint: give another"]) from None
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError) as error:
+    except (OSError, EOFError, pickle.UnpicklingError, LookupError, AttributeError, TypeError, ValueError) as error:
         raise ModelError([f"{folder}/.metadata: cannot be read ({error!r}): copy the checkpoint again"]) from None
-    shapes: dict[str, tuple[int, ...]] = {}
-    chunks: list[Chunk] = []
-    problems: list[str] = []
-    for key, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            continue
-        shapes[key] = tuple(entry.size)
-        for part in entry.chunks:
-            info = metadata.storage_data[MetadataIndex(key, part.offsets)]
-            if getattr(info, "transform_descriptors", None):
-                problems.append(
-                    f"{folder}: tensor {key} is stored through {info.transform_descriptors}: save it plainly"
-                )
-            place = Place(info.relative_path, info.offset, info.length)
-            chunks.append(Chunk(key, tuple(part.offsets), tuple(part.sizes), entry.properties.dtype, place))
+    problems = [
+        f"{folder}: tensor {key} is stored through {info.transform_descriptors}: save it plainly"
+        for (key, _), info in stored.items()
+        if getattr(info, "transform_descriptors", None)
+    ]
     files = {chunk.place.file for chunk in chunks}
     problems += [
         f"{folder}: lacks {name}: copy the checkpoint again" for name in files if not (folder / name).is_file()
@@ -160,6 +177,10 @@ def read_chunks(folder: Path) -> tuple[dict[str, tuple[int, ...]], list[Chunk]]:
     if problems:
         raise ModelError(sorted(set(problems)))
     return shapes, chunks
+
+
+def _place(info: Any) -> Place:
+    return Place(info.relative_path, info.offset, info.length)
 
 
 class ChunkFile:
@@ -199,6 +220,17 @@ def write_metadata(
         shapes: of the tensors, by key.
         objects: what is no tensor, by key with its place among its like (``.../shard_0_4``).
     """
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
     entries: dict[str, Any] = {key: BytesStorageMetadata() for key in objects}
     storage = {MetadataIndex(key): _StorageInfo(*place) for key, place in objects.items()}
     for chunk in chunks:
