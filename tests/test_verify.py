@@ -58,7 +58,7 @@ def test_checksum_sees_changes_and_swaps() -> None:
 
 
 def test_samples_cover_everything_in_time() -> None:
-    transfer = replace(small(False), model=replace(MODEL, num_layers=9))
+    transfer = replace(small(False), model=replace(MODEL, num_layers=18))
     receiver = transfer.world - 1
     part = transfer.part(receiver)
     sample = Verifier(receiver, part, "sample")
@@ -81,7 +81,7 @@ def test_a_sample_finds_what_it_looks_at_and_no_more() -> None:
         destination_block(params, copy).copy_(source[tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))])
     victim = "model.layers.1.mlp.down_proj.weight"
     seen = []
-    for version in range(SHARE):
+    for version in range(min(SHARE, len(ends[receiver].received[0]))):
         said = {rank: ends[rank].sent_sums(version, numbered(transfer, rank, 1))[receiver] for rank in range(receiver)}
         assert ends[receiver].differences(version, params, said) == []
         spoilt = {name: param.clone() for name, param in params.items()}

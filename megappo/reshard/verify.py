@@ -18,11 +18,11 @@ from megappo.config import Verify
 from megappo.reshard.copies import Copy, cut
 from megappo.reshard.transfer import destination_block, source_block
 
-REGION = 1 << 20
+REGION = 1 << 18
 """Most elements of one region."""
 
-SHARE, MOST = 32, 16
-"""A sample is one region in 32 of what one rank sends to another, but at most 16: others at each sync, all in time."""
+SHARE, MOST = 64, 16
+"""A sample is one region in 64 of what one rank sends to another, but at most 16: others at each sync, all in time."""
 
 ROW = 1 << 15
 """Words; what a CPU computes with at a time stays in its cache."""
