@@ -19,7 +19,7 @@ from megappo.bench.reshard_ways import BareMessages, GatherThenBroadcast, make_p
 from megappo.bench.table import BenchError, Row, show
 from megappo.layout.mesh import Layout
 from megappo.models.spec import ModelSpec
-from megappo.reshard.actor_to_rollout import Meeting, TransferSpec
+from megappo.reshard.actor_to_rollout import Meeting, Receipt, TransferSpec
 from megappo.reshard.endpoint import Endpoint
 from megappo.reshard.gloo import host_store
 from megappo.reshard.transfer import BUCKET_BYTES
@@ -96,6 +96,9 @@ def measure(transfer: TransferSpec, rounds: int = ROUNDS) -> list[Row]:
         for side, ranks in (("send", answers[: transfer.actor.world]), ("receive", workers)):
             if way in ("ours", "ours, gloo"):
                 row[f"{side} extra / bucket"] = max(rank["extra"][way] for rank in ranks) / BUCKET_BYTES
+        if way in answers[0]["proof"]:
+            proof, work = (sum(answer[what][way] for answer in answers) for what in ("proof", "work"))
+            row["proof, % of CPU"] = 100 * proof / work
         rows.append(row)
     return rows
 
@@ -107,8 +110,8 @@ def _rank(rank: int, transfer: TransferSpec, rounds: int, ports: tuple[int, ...]
     sends = rank < transfer.actor.world
     params = make_params(own_boxes(transfer, rank), torch.bfloat16, values=sends)
     meeting = Meeting("127.0.0.1", ports[1], LIMIT_S, verify="full")
-    ours = Endpoint(transfer, rank, params, meeting)
-    slower = Endpoint(replace(transfer, places=()), rank, params, replace(meeting, port=ports[2]))
+    ours = Measured(transfer, rank, params, meeting)
+    slower = Measured(replace(transfer, places=()), rank, params, replace(meeting, port=ports[2]))
     gathered = GatherThenBroadcast(transfer, rank, torch.bfloat16)
     answer: dict[str, Any] = {"seconds": {way: [] for way in WAYS}, "received": {}, "extra": {}}
 
@@ -143,8 +146,29 @@ def _rank(rank: int, transfer: TransferSpec, rounds: int, ports: tuple[int, ...]
             answer["received"][name] = sync(version)
             dist.barrier()
             answer["seconds"][name].append(time.perf_counter() - began)
+    answer["work"], answer["proof"] = {}, {}
+    for name, endpoint in (("ours", ours), ("ours, gloo", slower)):
+        answer["work"][name], answer["proof"][name] = endpoint.work_s, endpoint.proof_s
     pipe.send(answer)
     pipe.recv()
+
+
+class Measured(Endpoint):
+    """Counts the processor time of its syncs while it verifies a sample, all threads together, and of the proof."""
+
+    work_s = proof_s = 0.0
+
+    def sync(self, *args: Any, **options: Any) -> Receipt:
+        began = time.process_time()
+        receipt = super().sync(*args, **options)
+        self.work_s += (time.process_time() - began) * (self.verifier.verify == "sample")
+        return receipt
+
+    def prove(self, *args: Any) -> tuple[str, ...]:
+        began = time.thread_time()
+        mismatches = super().prove(*args)
+        self.proof_s += (time.thread_time() - began) * (self.verifier.verify == "sample")
+        return mismatches
 
 
 def _checked(endpoint: Endpoint, params: Mapping[str, torch.Tensor]) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from megappo.reshard.actor_to_rollout import Meeting, Receipt, TransferSpec
+from megappo.reshard.copies import Copy
 from megappo.reshard.gloo import SUMS, GlooTransport
 from megappo.reshard.messages import make_messages
 from megappo.reshard.nccl import NcclTransport
 from megappo.reshard.routes import DEVICE, NETWORK, distance
-from megappo.reshard.shared_memory import open_rings
+from megappo.reshard.shared_memory import SharedMemory, open_rings
 from megappo.reshard.transfer import ON_DEVICE, ON_HOST, carry_out
 from megappo.reshard.transport import Transport
 from megappo.reshard.verify import Verifier
@@ -52,16 +54,20 @@ class Endpoint:
         self.part = transfer.part(rank)
         self.fingerprint = transfer.fingerprint(rank, self.part)
         self.verifier = Verifier(rank, self.part, meeting.verify)
-        self._messages = make_messages(
-            self.part, self._pace.message_bytes // item, self._pace.direct_bytes // item, transfer.phase
-        )
-        bucket = item * max((message.elements for message in self._messages), default=1)
+        bucket = item * _largest_message(self.part, self._pace.message_bytes // item)
         self._gloo = GlooTransport(
             meeting.host, meeting.port, rank, transfer.world, meeting.timeout_s, bucket, transfer.describe
         )
         self._carriers: dict[int, Transport] = {}
         if meeting.transport == "auto":
             self._choose_carriers(bucket, sample.device)
+        self._messages = make_messages(
+            self.part,
+            self._pace.message_bytes // item,
+            self._pace.direct_bytes // item,
+            transfer.phase,
+            may_be_direct=lambda copy: not isinstance(self._carriers.get(_peer(rank, copy)), SharedMemory),
+        )
 
     def sync(self, version: int, params: Mapping[str, torch.Tensor], passing: Passing | None = None) -> Receipt:
         """Send and receive what the plan says, and prove it.
@@ -84,7 +90,7 @@ class Endpoint:
             return self._carriers.get(peer, self._gloo)
 
         moved = carry_out(self.rank, self._messages, self._pace.in_flight, params, carrier, arrived)
-        return Receipt(*moved, self._compare(version, params))
+        return Receipt(*moved, self.prove(version, params))
 
     def mismatches(
         self, version: int, params: Mapping[str, torch.Tensor], said: Mapping[int, torch.Tensor]
@@ -98,7 +104,8 @@ class Endpoint:
             for copy, sent in self.verifier.differences(version, params, said)
         )
 
-    def _compare(self, version: int, params: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    def prove(self, version: int, params: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+        """Exchange checksums of what was sent and received; returns what differs, one line a region."""
         said = self.verifier.empty_sums(version)
         works = [self._gloo.expect(sums, source, SUMS) for source, sums in said.items()]
         works += [self._gloo.post(sums, to, SUMS) for to, sums in self.verifier.sent_sums(version, params).items()]
@@ -108,8 +115,8 @@ class Endpoint:
 
     def _choose_carriers(self, bucket: int, device: torch.device) -> None:
         places = self._transfer.places
-        receivers = {message.destination for message in self._messages if message.source == self.rank}
-        senders = {message.source for message in self._messages if message.destination == self.rank}
+        receivers = {copy.destination for copy in self.part if copy.source == self.rank}
+        senders = {copy.source for copy in self.part if copy.destination == self.rank}
         far = {peer: distance(places, self.rank, peer) for peer in receivers | senders}
         if device.type == "cuda":  # NCCL refuses two ranks on one GPU
             apart = [peer for peer, link in far.items() if link != DEVICE]
@@ -120,3 +127,16 @@ class Endpoint:
         if here:
             shared, reached = open_rings(self._gloo, receivers & here, senders & here, self._pace.in_flight, bucket)
             self._carriers = dict.fromkeys(reached, shared)
+
+
+def _peer(rank: int, copy: Copy) -> int:
+    return copy.destination if copy.source == rank else copy.source
+
+
+def _largest_message(part: Sequence[Copy], limit: int) -> int:
+    """Elements: a single row is never cut."""
+    by_pair: Counter[tuple[int, int]] = Counter()
+    for copy in part:
+        by_pair[copy.source, copy.destination] += copy.elements
+    rows = (copy.elements // copy.size[0] for copy in part)
+    return max(min(limit, max(by_pair.values(), default=1)), *rows, 1)

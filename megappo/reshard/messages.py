@@ -35,6 +35,7 @@ def make_messages(
     bucket_elements: int,
     direct_elements: int | None = None,
     phase_of: Callable[[Copy], int] = lambda _: 0,
+    may_be_direct: Callable[[Copy], bool] = lambda _: True,
 ) -> tuple[Message, ...]:
     """Group the plan into messages of at most ``bucket_elements``, in one order for all ranks.
 
@@ -52,6 +53,7 @@ def make_messages(
 
     Args:
         phase_of: the phase in which a copy is made; its messages come after all those of earlier phases.
+        may_be_direct: False for copies between ranks whose transport packs everything.
     """
     pairs: dict[tuple[int, int, int, int], list[list[Copy]]] = defaultdict(list)
     filling: dict[tuple[int, int, int, int], list[Copy]] = {}
@@ -60,7 +62,7 @@ def make_messages(
         pair = phase_of(copy), copy.wave, copy.source, copy.destination
         for piece in cut(copy, bucket_elements):
             elements = piece.elements
-            if direct_elements is not None and elements >= direct_elements:
+            if direct_elements is not None and elements >= direct_elements and may_be_direct(copy):
                 pairs[pair].append([piece])
                 continue
             if pair not in filling or filled[pair] + elements > bucket_elements:

@@ -34,8 +34,8 @@ class Pace(NamedTuple):
 ON_DEVICE = Pace(message_bytes=4 * BUCKET_BYTES, direct_bytes=2 << 20, in_flight=2)
 """Between GPUs each message costs the host a launch, in which time NVLink carries over 10 MB."""
 
-ON_HOST = Pace(message_bytes=2 << 20, direct_bytes=256 << 10, in_flight=8)
-"""A packed message is sent out of the cache; and where processes share cores, each finds some work that is ready."""
+ON_HOST = Pace(message_bytes=4 << 20, direct_bytes=256 << 10, in_flight=4)
+"""Where processes share cores, each is to find some work that is ready."""
 
 
 class Moved(NamedTuple):
