@@ -16,6 +16,7 @@ from engine_process import Engine, EngineError
 from ranks import run_ranks
 from tiny import make_model
 
+from megappo.convert.command import Options, convert
 from megappo.data import batch
 from megappo.layout.mesh import Layout
 from megappo.models.spec import read_model_spec
@@ -72,7 +73,10 @@ def send(
 
 @dataclass
 class Case:
-    """Two models of one shape, an engine that started from the first and one that started from the second."""
+    """Two models of one shape, an engine that started from the first and one that started from the second.
+
+    The latter has been a Megatron checkpoint between, so vLLM loads a folder that we have written.
+    """
 
     a: str
     b: str
@@ -144,7 +148,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         for seed, name in enumerate("ab")
     )
 
-    found = Case(a, b, tp, layouts, *(start_engine(model, tp, folder) for model in (a, b)))
+    convert(b, folder / "megatron", Options(tp=2, pp=2), print)
+    convert(folder / "megatron", folder / "converted", Options(), print)
+    models = (a, str(folder / "converted"))
+    found = Case(a, b, tp, layouts, *(start_engine(model, tp, folder) for model in models))
     for started in (found.engine, found.cold):
         started.call("megappo_checksums")
     yield found
