@@ -113,7 +113,7 @@ class Run:
             self.console.warn(f"the last rollouts could not be written: {error}")  # and go on with the first failure
         finally:
             if self._trackers is not None:
-                self._trackers.close()
+                self._trackers.close(failed=value is not None)
             self._lock.release()
 
     def _load(self, files: Sequence[str], tokenizer: Any) -> PromptSet:

@@ -20,7 +20,7 @@ from megappo.cli import main
 from megappo.config import Config, load_config
 from megappo.models.spec import ModelError
 
-HEAVY = ("torch", "ray", "vllm", "transformers", "megatron", "tensorboard")
+HEAVY = ("torch", "ray", "vllm", "transformers", "megatron", "tensorboard", "wandb", "mlflow")
 
 
 @pytest.fixture

@@ -204,8 +204,9 @@ WRONG = {
         "run.dtype: 'fp16' is not known: give bfloat16 or float32 (type of weights and activations)",
     ),
     "unknown tracker": (
-        ("steps: 100", "steps: 100, trackers: [wandb]"),
-        "run.trackers[0]: 'wandb' is not known: give tensorboard (where metrics go besides log.jsonl)",
+        ("steps: 100", "steps: 100, trackers: [comet]"),
+        "run.trackers[0]: 'comet' is not known: give tensorboard or wandb or mlflow "
+        "(where metrics go besides log.jsonl)",
     ),
     "given twice": (
         ("model: models/tiny", "model: models/tiny\nmodel: models/other"),

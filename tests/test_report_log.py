@@ -1,4 +1,4 @@
-"""The run log survives kills and resumes; a tracker cannot stop training; the console says what happened."""
+"""The run log survives kills and resumes; the console says what happened."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from megappo.report import trackers
 from megappo.report.console import Console, duration, validation_scores
 from megappo.report.roles import RoleRow, describe_roles
 from megappo.report.run_log import RunLog, read_log, read_samples
@@ -81,64 +80,6 @@ def test_samples_keep_any_text(tmp_path: Path) -> None:
     first, second = read_samples(tmp_path)
     assert first["prompt"] == odd and first["score"] is None and first["extra"] == {"a": [1]}
     assert second["score"] == 0.5
-
-
-class Exploding:
-    def __init__(self, *_: object) -> None:
-        self.calls = 0
-
-    def log(self, step: int, metrics: object) -> None:
-        raise OSError("disk full")
-
-    def close(self) -> None:
-        raise OSError("disk full")
-
-
-def refuse_to_start(*_: object) -> trackers.Tracker:
-    raise ImportError("no such package")
-
-
-def test_failing_tracker_is_warned_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-
-    class Good(Exploding):
-        def log(self, step: int, metrics: object) -> None:
-            seen.append(step)
-
-        def close(self) -> None:
-            seen.append(-1)
-
-    monkeypatch.setattr(trackers, "TRACKERS", {"bad": Exploding, "good": Good, "absent": refuse_to_start})
-    warnings: list[str] = []
-    live = trackers.Trackers(["bad", "good", "absent"], tmp_path, warn=warnings.append)
-    for step in (1, 2, 3):
-        live.log(step, {"x": 1.0})
-    live.close()
-    assert seen == [1, 2, 3, -1]
-    assert len(warnings) == 2
-    assert "absent" in warnings[0] and "no such package" in warnings[0]
-    assert "bad" in warnings[1] and "OSError: disk full" in warnings[1]
-
-
-def test_unknown_tracker(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'wandb' is not a tracker; known: tensorboard"):
-        trackers.Trackers(["wandb"], tmp_path)
-
-
-def test_tensorboard(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    warnings: list[str] = []
-    live = trackers.Trackers(["tensorboard"], tmp_path, config_text="a: 1", warn=warnings.append)
-    for step in (1, 2, 3):
-        live.log(step, {"actor/pg_loss": step / 2, "bad": math.nan})
-    live.close()
-    resumed = trackers.Trackers(["tensorboard"], tmp_path, resumed_at=1, warn=warnings.append)
-    resumed.log(2, {"actor/pg_loss": 7.0})
-    resumed.close()
-    assert warnings == []
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert events.Tags()["scalars"] == ["actor/pg_loss"]
-    assert [(event.step, event.value) for event in events.Scalars("actor/pg_loss")] == [(1, 0.5), (2, 7.0)]
 
 
 def make_console(color: bool = False) -> tuple[Console, io.StringIO]:

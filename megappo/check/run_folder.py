@@ -28,13 +28,18 @@ FIXED_ON_RESUME = (
 schedule would not be its own. Pools and layouts may change, as may lengths, rates and everything about logging."""
 
 
+TRACKER_PACKAGES = {"mlflow": "mlflow-skinny"}
+"""What to install for a tracker, where that is not its name: MLflow's client alone is enough."""
+
+
 def run_findings(config: Config) -> Iterator[str]:
     """The run folder, its trackers, and a run that it may hold."""
     run, folder = config.run, Path(config.run.dir)
     yield from under("run.dir", run_folder_problems(folder))
     for tracker in run.trackers:
-        if importlib.util.find_spec(tracker) is None:
-            yield f"run.trackers: {tracker} is not installed: pip install {tracker}, or leave it out"
+        if not is_installed(tracker):
+            package = TRACKER_PACKAGES.get(tracker, tracker)
+            yield f"run.trackers: {tracker} is not installed: pip install {package}, or leave it out"
     steps = checkpoint_steps(folder)
     if not steps:
         return
@@ -59,6 +64,12 @@ def run_findings(config: Config) -> Iterator[str]:
             f"run.steps: {run.steps} steps are done, as {folder} has a checkpoint of step {steps[-1]}: "
             "raise run.steps, or choose another run.dir"
         )
+
+
+def is_installed(module: str) -> bool:
+    """Whether it can be imported; a mere folder of its name, as W&B leaves in the working directory, cannot."""
+    found = importlib.util.find_spec(module)
+    return found is not None and found.origin is not None
 
 
 def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:

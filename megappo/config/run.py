@@ -21,7 +21,7 @@ class RunConfig:
     )
     validate_every: int = key("steps between validations; 0: only before and after", 0, at_least=0)
     validate_before: bool = key("validate before the first step", True)
-    trackers: tuple[Literal["tensorboard"], ...] = key("where metrics go besides log.jsonl", ())
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = key("where metrics go besides log.jsonl", ())
     device: Literal["cuda", "cpu"] = key("what the workers run on", "cuda")
     dtype: Literal["bfloat16", "float32"] = key("type of weights and activations", "bfloat16")
     peak_tflops: float | None = key("a device's matrix peak, for MFU; null: by its name", None, above=0)

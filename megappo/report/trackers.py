@@ -1,53 +1,29 @@
 """Trackers: other places that a step's metrics go to. They are a convenience, so none may ever stop training.
 
-A tracker is a class with `log` and `close`, known by the name that a user writes under `run.trackers`. To add one,
-write the class and put it into `TRACKERS`.
+Each works in a thread of its own: training neither waits for a slow server nor is held up by one that hangs.
 """
 
 from __future__ import annotations
 
 import math
+import queue
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
 
+from megappo.report.tracker_kinds import TRACKERS, TrackedRun, Tracker
 
-class Tracker(Protocol):
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TensorBoard:
-    """Event files under RUN/tensorboard. After a resume at step n, TensorBoard hides what was logged beyond n."""
-
-    def __init__(self, run_dir: Path, config_text: str, resumed_at: int | None) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard
-
-        purge_step = None if resumed_at is None else resumed_at + 1
-        self.writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
-        if config_text and resumed_at is None:
-            indented = "".join(f"    {line}\n" for line in config_text.splitlines())  # Markdown for "as it is"
-            self.writer.add_text("config", indented, 0)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            if math.isfinite(value):
-                self.writer.add_scalar(name, value, step)
-        self.writer.flush()
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-TRACKERS: dict[str, Callable[[Path, str, int | None], Tracker]] = {"tensorboard": TensorBoard}
+MOST_WAITING = 1000
+"""Steps that a tracker may be behind."""
 
 
 class Trackers:
     """The trackers of one run. One that fails, at the start or later, is warned about once and left out after that.
 
     names: keys of `TRACKERS`. config_text: the resolved YAML, shown where a tracker can. resumed_at: the last step
-    that counts if the run was resumed. warn: called with one line of text.
+    that counts if the run was resumed. warn: called with one line of text, by the thread that calls `log` or `close`.
+    patience_s: the time that all trackers together have to send the rest at the end.
     Raises ValueError for an unknown name.
     """
 
@@ -59,35 +35,67 @@ class Trackers:
         config_text: str = "",
         resumed_at: int | None = None,
         warn: Callable[[str], None] = print,
+        patience_s: float = 60.0,
     ) -> None:
-        self._warn = warn
-        self._live: dict[str, Tracker] = {}
-        for name in names:
+        self._warn, self._patience_s = warn, patience_s
+        self._live: dict[str, _Worker] = {}
+        run = TrackedRun(Path(run_dir), config_text, resumed_at)
+        for name in dict.fromkeys(names):
             if name not in TRACKERS:
                 raise ValueError(f"run.trackers: {name!r} is not a tracker; known: {', '.join(sorted(TRACKERS))}")
-            try:
-                self._live[name] = TRACKERS[name](Path(run_dir), config_text, resumed_at)
-            except Exception as error:
-                self._give_up(name, error)
+            self._live[name] = _Worker(name, TRACKERS[name], run)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, tracker in list(self._live.items()):
-            try:
-                tracker.log(step, metrics)
-            except Exception as error:
-                self._give_up(name, error)
+        """Hand a step's metrics to every tracker; those that are not finite are in log.jsonl only."""
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        for name, worker in list(self._live.items()):
+            worker.waiting.put((step, finite))
+            if worker.error is not None:
+                self._give_up(name, f"{type(worker.error).__name__}: {worker.error}")
+            elif worker.waiting.qsize() > MOST_WAITING:
+                self._give_up(name, f"it is {MOST_WAITING} steps behind")
 
-    def close(self) -> None:
-        for name, tracker in list(self._live.items()):
-            try:
-                tracker.close()
-            except Exception as error:
-                self._give_up(name, error)
+    def close(self, *, failed: bool = False) -> None:
+        """Wait until everything is sent, but not longer than there is patience. failed: the run did not end well."""
+        for worker in self._live.values():
+            worker.waiting.put(failed)
+        until = time.monotonic() + self._patience_s
+        for name, worker in list(self._live.items()):
+            worker.join(max(until - time.monotonic(), 0.0))
+            if worker.error is not None:
+                self._give_up(name, f"{type(worker.error).__name__}: {worker.error}")
+            elif worker.is_alive():
+                self._give_up(name, f"it did not finish within {self._patience_s:g} s")
         self._live.clear()
 
-    def _give_up(self, name: str, error: Exception) -> None:
-        self._live.pop(name, None)
+    def _give_up(self, name: str, why: str) -> None:
+        del self._live[name]
         self._warn(
-            f"the tracker {name} failed and gets nothing more in this run"
-            f" ({type(error).__name__}: {error}); training goes on, and log.jsonl has every step"
+            f"the tracker {name} failed and gets nothing more in this run ({' '.join(why.split())}); training goes on, "
+            "and log.jsonl has every step"
         )
+
+
+class _Worker(threading.Thread):
+    """One tracker at work.
+
+    Attributes:
+        waiting: (step, metrics) to be logged; at the end, whether the run failed.
+        error: what ended it early.
+    """
+
+    def __init__(self, name: str, make: Callable[[TrackedRun], Tracker], run: TrackedRun) -> None:
+        super().__init__(name=f"tracker-{name}", daemon=True)  # one that hangs does not keep the process
+        self.waiting: queue.SimpleQueue[tuple[int, Mapping[str, float]] | bool] = queue.SimpleQueue()
+        self.error: BaseException | None = None
+        self._make, self._run = make, run
+        self.start()
+
+    def run(self) -> None:
+        try:
+            tracker = self._make(self._run)
+            while not isinstance(item := self.waiting.get(), bool):
+                tracker.log(*item)
+            tracker.close(failed=item)
+        except BaseException as error:  # SystemExit too: libraries may
+            self.error = error
