@@ -82,6 +82,11 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
+    if options.watch:
+        from megappo.report.watch import watch
+
+        watch(Path(options.run_dir))
+        return 0
     log = Path(options.run_dir) / "log.jsonl"
     if not log.is_file():
         return _refuse(f"{options.run_dir}: has no log.jsonl: give the folder of a run (run.dir)")
@@ -212,6 +217,8 @@ def _parser() -> argparse.ArgumentParser:
     text = "write a run's report, one self-contained HTML page"
     command = commands.add_parser("report", help=text, description=text)
     command.add_argument("run_dir", metavar="RUN", help="folder of a run")
+    text = "write it anew whenever the run has gone on, as a page that loads itself anew, until Ctrl-C"
+    command.add_argument("--watch", action="store_true", help=text)
     command.set_defaults(run=_report)
 
     text = "measure a part against its bare counterpart, in one run"

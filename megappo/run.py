@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from megappo.report.run_log import RunLog
 from megappo.report.step_metrics import BATCH_COLUMNS, Metrics, batch_metrics
 from megappo.report.trackers import Trackers
 from megappo.report.validation_metrics import VALIDATION_COLUMNS, canary_metrics, validation_metrics
+from megappo.report.versions import VERSIONS_NAME, versions
 from megappo.rewards.manager import RewardManager
 from megappo.run_lock import RunLock
 from megappo.stop_request import NoProgress
@@ -89,6 +91,7 @@ class Run:
         resumes = self.checkpoints.latest() is not None and stored.is_file()
         self._changes = changed_settings(stored.read_text(), dump_config(config)) if resumes else []
         write_whole(stored, dump_config(config))
+        write_whole(self.folder / VERSIONS_NAME, json.dumps(versions(), indent=1))
         self.console = Console(config.run.steps)
         self.console.start(
             f"megappo: {self.folder}",
@@ -167,14 +170,14 @@ class Run:
         rows = batch.read(*sorted(all_columns if dump else needed))
         if dump:
             self._dump.write(step, rows)
-        self._log.log_samples(_samples(rows, step, "train"))
+        self._log.log_samples(_samples(picked(rows), step, "train"))
         self._warn_of_failed_rewards(rows)
         return batch_metrics(rows, self.config.data.max_prompt, self.config.data.max_response)
 
     def keep_validation(self, step: int, batch: Batch, kind: str) -> Metrics:
         """Log some responses of the validation or the canary (the kind); returns its metrics."""
         rows = batch.read(*sorted({*VALIDATION_COLUMNS, *SAMPLE_COLUMNS, *FAILURE_COLUMNS}))
-        self._log.log_samples(_samples(rows, step, kind))
+        self._log.log_samples(_samples(rows.slice(0, SAMPLES), step, kind))
         self._warn_of_failed_rewards(rows)
         return validation_metrics(rows) if kind == "validation" else canary_metrics(rows)
 
@@ -217,8 +220,15 @@ class Run:
             self.console.warn(f"{failed.sum()} of {len(failed)} rewards failed and count as 0: {shown}")
 
 
+def picked(rows: pa.Table) -> pa.Table:
+    """SAMPLES rows of a batch, in its order: the first of highest and of lowest score, and the first others."""
+    scores = rows_of.column(rows, "score")
+    chosen = dict.fromkeys([int(scores.argmax()), int(scores.argmin()), *range(len(scores))])
+    return rows.take(sorted([*chosen][:SAMPLES]))
+
+
 def _samples(rows: pa.Table, step: int, kind: str) -> list[dict[str, Any]]:
-    table = rows.slice(0, SAMPLES).select(SAMPLE_COLUMNS)
+    table = rows.select(SAMPLE_COLUMNS)
     return [{"step": step, "kind": kind, "prompt": row.pop("prompt_text"), **row} for row in table.to_pylist()]
 
 

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from megappo.report.charts import Series, line_chart, number, stacked_bars, ticks
+from megappo.report.figures import chart_groups
+from megappo.report.generations import best_and_worst, spread
 from megappo.report.html import write_report
 from megappo.report.run_log import RunLog
+from megappo.report.timeline import busy_timeline
 
 SECTIONS = {"facts", "roles", "curves", "time", "samples", "config"}
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -105,6 +108,71 @@ def test_whole_run(tmp_path: Path) -> None:
         assert title in page.text
 
 
+def test_pools_predictions_guards_and_versions(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    for step in (1, 2):
+        pools = {"perf/busy_share/train": 0.25 * step, "perf/busy_share/driver": 0.0, "perf/driver_share": 0.125}
+        memory = {"perf/max_memory_allocated_gb/actor": 11.0, "perf/predicted_memory_gb/actor": 10.0}
+        guards = {"guard/entropy": float(step), "guard/kl": 0.0, "guard/rate_factor": 0.5, "guard/kl_factor": 1.0}
+        seconds = {"timing_s/step": 4.0, "timing_s/gen": 1.0, "perf/predicted_s/step": 3.5}
+        log.append(step, {**pools, **memory, **guards, **seconds, "reward/failed_rows": 1.0, "odd/<b>": 3.0})
+    (tmp_path / "config.yaml").write_text("run: {steps: 7}\n")
+    (tmp_path / "versions.json").write_text('{"python": "3.12.1", "vllm": "1.2<3"}')
+    page = report(tmp_path)
+    assert "38% on average" in page.text and "12% on average" in page.text and "driver (rewards)" in page.text
+    assert "train: 25%" in page.text and "train: 50%" in page.text
+    assert "measured" in page.text and "actor, predicted" in page.text
+    assert "The guard entropy is beyond its limit since 2 steps." in page.text and "guard kl is" not in page.text
+    assert "2 rewards failed and counted as 0." in page.text
+    assert "20 s at this pace" in page.text
+    assert "python 3.12.1, vllm 1.2<3" in page.text
+    assert "Every metric that was logged: 14" in page.text and "odd/<b>" in page.text
+    (tmp_path / "versions.json").write_text('{"python"')
+    report(tmp_path)
+
+
+def test_charts_follow_from_the_names_that_were_logged() -> None:
+    names = [
+        *("val-core/a/b/acc/mean@4", "val-core/a/b/acc/best@4/mean", "val-core/a/b/acc/pass@4"),
+        *("val-aux/a/b/acc/best@2/mean", "val-aux/a/b/acc/worst@4/mean", "val-aux/a/b/acc/worst@4/std"),
+        *(
+            "val-aux/a/b/reward/best@4/mean",
+            "val-core/c/reward/mean@1",
+            "canary/c/acc/mean@1",
+            "canary/c/reward/mean@1",
+        ),
+        *("reward/acc/mean", "reward/failed_rows", "guard/kl", "guard/rate_factor"),
+    ]
+    groups = chart_groups(names)
+    found = {chart.title: dict(chart.metrics) for charts in groups.values() for chart in charts}
+    assert found["Validation"] == {"val-core/a/b/acc/mean@4": "a/b acc", "val-core/c/reward/mean@1": "c reward"}
+    assert found["Canary"] == {"canary/c/acc/mean@1": "c acc"}
+    assert list(found["a/b acc"].items()) == [
+        ("val-core/a/b/acc/pass@4", "pass@4"),
+        ("val-core/a/b/acc/best@4/mean", "best@4"),
+        ("val-core/a/b/acc/mean@4", "mean@4"),
+        ("val-aux/a/b/acc/worst@4/mean", "worst@4"),
+    ]
+    assert "c reward" not in found
+    assert found["Reward components"] == {"reward/acc/mean": "acc"}
+    assert found["Guards"] == {"guard/kl": "kl"} and "guard/rate_factor" in found["What guards have set"]
+
+
+def test_best_and_worst_of_steps_over_the_run() -> None:
+    samples = [
+        {"step": step, "kind": "train", "prompt": "p", "response": f"{step}:{score}", "score": score}
+        for step in range(1, 31)
+        for score in ((0.0, 1.0, 0.5, math.nan) if step > 1 else (0.5, 0.5))
+    ]
+    text = Page(best_and_worst([*samples, {"step": 31, "response": "unscored", "score": None}])).text
+    assert "step 1" in text and "all the same" in text and "1:0.5" in text
+    assert "best" in text and "30:1.0" not in text and "no score" in text and "unscored" in text
+    second = spread(range(1, 32), 8)
+    assert second == [1, 5, 10, 14, 18, 22, 27, 31]
+    assert all(f"{step}:1.0" in text and f"{step}:0.0" in text and f"{step}:0.5" not in text for step in second[1:-1])
+    assert spread([3, 4], 8) == [3, 4]
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 1000])
 def test_partial_and_long_logs(tmp_path: Path, steps: int) -> None:
     fill(tmp_path, steps)
@@ -174,6 +242,30 @@ def test_stacked_bars_stand_on_each_other() -> None:
     assert left[1] == right[1] == pytest.approx(196 - 3 * unit, abs=0.06)
     assert "no data" in stacked_bars([], {}, [], label="x")
     assert "nan" not in stacked_bars([1], {"a": [0.0]}, [0.0], label="x")
+
+
+def test_busy_strips_are_filled_to_their_share() -> None:
+    drawing = busy_timeline([1, 2], {"a": [0.5, 1.0], "b": [math.nan, 0.25], "c": [math.nan] * 2}, label="x")
+    bars = re.findall(r'<rect x="([^"]*)" y="[^"]*" width="([^"]*)" height="([^"]*)" fill="var\(--c(\d)\)"', drawing)
+    assert [(color, float(height)) for *_, height, color in bars] == [("0", 13.0), ("0", 26.0), ("1", 6.5)]
+    assert [float(x) for x, *_ in bars] == [2.0, 220.0, 220.0]
+    assert "75% on average" in drawing and "nan" not in drawing and ">c<" not in drawing
+    many = busy_timeline(range(1, 1001), {"a": [0.0, 1.0] * 500}, label="x")
+    assert many.count("<title>") == 112 and "steps 1 to 9 (mean)\na: 44%" in many
+    assert "no data" in busy_timeline([], {"a": []}, label="x")
+
+
+def test_predicted_lines_are_dashed_in_the_colour_of_what_they_predict() -> None:
+    lines = [Series("a", [(1, 1.0), (2, 2.0)]), Series("a, predicted", [(1, 1.5), (2, 2.5)], dashed=True)]
+    drawing = line_chart([*lines, Series("b", [(1, 0.0), (2, 0.0)])], label="x")
+    strokes = re.findall(r'<polyline class="line" stroke="([^"]*)"( stroke-dasharray)?', drawing)
+    assert strokes == [("var(--c0)", ""), ("var(--c0)", " stroke-dasharray"), ("var(--c1)", "")]
+
+
+def test_no_two_ticks_look_alike() -> None:
+    drawing = line_chart([Series("a", [(1, 0.9983), (2, 0.9994)])], label="x")
+    labels = re.findall(r'text-anchor="end">([^<]*)<', drawing)
+    assert labels == ["0.9985", "0.9990"]
 
 
 def test_ticks_and_numbers() -> None:

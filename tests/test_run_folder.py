@@ -27,7 +27,7 @@ from megappo.data.requests import make_requests
 from megappo.report import rollout_dump
 from megappo.report.run_log import read_samples
 from megappo.report.step_metrics import batch_metrics
-from megappo.run import Run, changed_settings
+from megappo.run import SAMPLES, Run, changed_settings, picked
 from megappo.run_lock import RunInUse, RunLock
 
 
@@ -193,6 +193,13 @@ def test_without_a_dump_only_what_metrics_and_samples_need_is_read(folder: Path,
     assert metrics == batch_metrics(table(), 8, 9)
     assert not (folder / "run/rollouts").exists()
     assert [sample["response"] for sample in read_samples("run")] == ["23", "4"]
+
+
+def test_the_best_and_the_worst_response_are_among_those_logged() -> None:
+    scores = [0.5] * 10 + [-1.0, 0.5, 2.0, 2.0]
+    rows = picked(pa.table({"score": scores, "at": range(len(scores))}))
+    assert rows["at"].to_pylist() == [*range(SAMPLES - 2), 10, 12]
+    assert picked(pa.table({"score": [1.0, 1.0]})).num_rows == 2
 
 
 def test_a_dump_is_whole_and_the_metrics_come_from_the_same_read(folder: Path, batch: Watched) -> None:

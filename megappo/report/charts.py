@@ -25,6 +25,8 @@ class Series(NamedTuple):
     name: str
     points: Sequence[tuple[float, float]]
     """(step, value) in step order; values may be NaN."""
+    dashed: bool = False
+    """Drawn in the colour of the line before it: what that was predicted to be."""
 
 
 class _Scale(NamedTuple):
@@ -54,10 +56,9 @@ def line_chart(series: Sequence[Series], *, label: str, y_range: tuple[float, fl
     y_values = [y for _, y in finite] + list(y_range or ())
     scale = _scale([x for x, _ in finite], y_values)
     body = [_axes(scale)]
-    for index, line in enumerate(drawn):
-        body.append(_line(line, scale, f"var(--c{index % COLORS})"))
+    body.extend(_line(line, scale, color) for line, color in zip(drawn, _colors(series), strict=True))
     body.append(_line_tooltips(series, scale))
-    return _svg("".join(body), label) + _legend([line.name for line in series])
+    return svg("".join(body), label) + _line_legend(series)
 
 
 def stacked_bars(
@@ -72,8 +73,8 @@ def stacked_bars(
         return '<p class="nodata">no data</p>'
     run = math.ceil(count / MOST_BARS)
     starts = range(0, count, run)
-    bars = {name: [_mean(values[at : at + run], absent=0.0) for at in starts] for name, values in parts.items()}
-    totals = [_mean(total[at : at + run], absent=math.nan) for at in starts]
+    bars = {name: [mean(values[at : at + run], absent=0.0) for at in starts] for name, values in parts.items()}
+    totals = [mean(total[at : at + run], absent=math.nan) for at in starts]
     heights = [sum(values[i] for values in bars.values()) for i in range(len(totals))]
     top = max([*heights, *filter(math.isfinite, totals)]) or 1.0
     scale = _scale([steps[0] - 0.5, steps[-1] + 0.5], [0.0, top], pad_x=False)
@@ -101,7 +102,7 @@ def stacked_bars(
         body.append(f"<g>{''.join(rectangles)}<title>{html.escape(chr(10).join(tip))}</title></g>")
     if line:
         body.append(f'<polyline class="total" points="{" ".join(line)}"/>')
-    return _svg("".join(body), label) + _legend(list(bars), extra="whole step" if line else None)
+    return svg("".join(body), label) + _legend(list(bars), extra="whole step" if line else None)
 
 
 def number(value: float) -> str:
@@ -144,10 +145,11 @@ def _scale(xs: Sequence[float], ys: Sequence[float], pad_x: bool = True) -> _Sca
 
 def _axes(scale: _Scale) -> str:
     out = []
-    for value in ticks(scale.y_low, scale.y_high, 5):
+    values = ticks(scale.y_low, scale.y_high, 5)
+    for value, text in zip(values, _tick_texts(values), strict=True):
         y = scale.y(value)
         out.append(f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        out.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
+        out.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
     for value in ticks(scale.x_low, scale.x_high, 6):
         if value >= 0 and value == round(value):  # there is no half step
             x = scale.x(value)
@@ -155,6 +157,23 @@ def _axes(scale: _Scale) -> str:
     base = HEIGHT - BOTTOM
     out.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
     return "".join(out)
+
+
+def _tick_texts(values: Sequence[float]) -> list[str]:
+    """Short, but no two alike: 0.999, 0.9995 where three digits would not tell them apart."""
+    texts = [number(value) for value in values]
+    if len(set(texts)) == len(texts):
+        return texts
+    decimals = max(0, math.ceil(-math.log10(values[1] - values[0]) - 1e-9))
+    return [f"{value:.{decimals}f}" for value in values]
+
+
+def _colors(series: Sequence[Series]) -> list[str]:
+    whole, out = -1, []
+    for line in series:
+        whole += not line.dashed
+        out.append(f"var(--c{max(whole, 0) % COLORS})")
+    return out
 
 
 def _line(line: Series, scale: _Scale, color: str) -> str:
@@ -170,7 +189,8 @@ def _line(line: Series, scale: _Scale, color: str) -> str:
     for stretch in stretches:
         if len(stretch) > 1:
             points = " ".join(f"{x:.1f},{y:.1f}" for x, y in stretch)
-            out.append(f'<polyline class="line" stroke="{color}" points="{points}"/>')
+            dashes = ' stroke-dasharray="5 4"' if line.dashed else ""
+            out.append(f'<polyline class="line" stroke="{color}"{dashes} points="{points}"/>')
         if few or len(stretch) == 1:
             out.extend(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in stretch)
     return "".join(out)
@@ -203,24 +223,33 @@ def _thin(line: Series) -> Series:
     if run <= 1:
         return line
     runs = [line.points[at : at + run] for at in range(0, len(line.points), run)]
-    return Series(line.name, [(run_[-1][0], _mean([y for _, y in run_], absent=math.nan)) for run_ in runs])
+    return line._replace(points=[(run_[-1][0], mean([y for _, y in run_], absent=math.nan)) for run_ in runs])
 
 
-def _mean(values: Sequence[float], absent: float) -> float:
+def mean(values: Sequence[float], absent: float) -> float:
+    """Of the finite values; ``absent`` where there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else absent
 
 
-def _svg(body: str, label: str) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(label)}">{body}</svg>'
+def svg(body: str, label: str, height: int = HEIGHT) -> str:
+    """The element of a drawing that is WIDTH units wide. label: for screen readers."""
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{html.escape(label)}">{body}</svg>'
 
 
-def _legend(names: Sequence[str], extra: str | None = None) -> str:
+def _line_legend(series: Sequence[Series]) -> str:
     """What the colours mean; nothing for a single line, which the chart's title already names."""
-    if len(names) < 2 and extra is None:
-        return ""
+    items = []
+    for line, color in zip(series, _colors(series), strict=True):
+        css = ' class="dashed"' if line.dashed else ""
+        items.append(f'<span><i{css} style="--color:{color}"></i>{html.escape(line.name)}</span>')
+    return f'<div class="legend">{"".join(items)}</div>' if len(items) > 1 else ""
+
+
+def _legend(names: Sequence[str], extra: str | None) -> str:
+    """What the parts of a bar are, and its line."""
     items = [
-        f'<span><i style="background:var(--c{index % COLORS})"></i>{html.escape(name)}</span>'
+        f'<span><i style="--color:var(--c{index % COLORS})"></i>{html.escape(name)}</span>'
         for index, name in enumerate(names)
     ]
     if extra is not None:

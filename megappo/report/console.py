@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
+from megappo.report.figures import main_scores
 from megappo.report.roles import RoleRow
 
 BOLD, DIM, RED, YELLOW, GREEN = "1", "2", "1;31", "33", "32"
@@ -47,16 +48,7 @@ def validation_scores(metrics: Mapping[str, float]) -> dict[str, float]:
 
     A data source that reports accuracy is shown by it; otherwise by its reward.
     """
-    chosen: dict[str, tuple[str, float]] = {}
-    for name, value in metrics.items():
-        if not name.startswith("val-core/") or name.count("/") < 3:
-            continue
-        source, kind, metric = name.removeprefix("val-core/").rsplit("/", 2)
-        if not metric.startswith("mean@"):
-            continue
-        if source not in chosen or kind == "acc":
-            chosen[source] = (kind, value)
-    return {f"{source} {kind}": value for source, (kind, value) in chosen.items()}
+    return {label: metrics[name] for name, label in main_scores(metrics).items()}
 
 
 class Console:

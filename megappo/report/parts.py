@@ -1,0 +1,35 @@
+"""Pieces of HTML that every section of the report is made of, and how it reads the log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Log = Sequence[Mapping[str, Any]]
+"""The objects of log.jsonl."""
+
+
+def section(key: str, title: str, body: str) -> str:
+    return f'<section id="{key}"><h2>{title}</h2>{body}</section>'
+
+
+def nothing(text: str) -> str:
+    """What stands where there is nothing to show."""
+    return f'<p class="nodata">{text}</p>'
+
+
+def card(title: str, body: str, hint: str = "") -> str:
+    note = f"<small>{hint}</small>" if hint else ""
+    return f'<figure class="card"><figcaption>{title} {note}</figcaption>{body}</figure>'
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], css: str = "") -> str:
+    """A table of HTML cells that scrolls sideways where it is wider than the screen."""
+    top = "".join(f"<th>{cell}</th>" for cell in head)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="card scroll"><table class="{css}"><tr>{top}</tr>{body}</table></div>'
+
+
+def values_of(log: Log, metric: str) -> list[tuple[float, float]]:
+    """(step, value) wherever it was logged."""
+    return [(row["step"], row["metrics"][metric]) for row in log if metric in row["metrics"]]
