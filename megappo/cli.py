@@ -11,7 +11,8 @@ from pathlib import Path
 
 from megappo import __version__
 from megappo.check import Report, check_file
-from megappo.config import Config, describe_config
+from megappo.check.supervised import check_supervised_file
+from megappo.config import Config, SupervisedConfig, describe_config
 from megappo.data.published import INSTRUCTIONS
 from megappo.doctor.command import add_doctor
 from megappo.launch.command import add_launch
@@ -49,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
+    if options.task != "train":
+        return BAD_INPUT if _supervised_config(options) is None else 0
     config, report = check_file(options.config, options.overrides)
     _print_report(report)
     if config is None or report.errors:
@@ -79,6 +82,35 @@ def _train(options: argparse.Namespace) -> int:
     from megappo.trainer import train
 
     return 0 if train(config) else STOPPED
+
+
+def _train_on_examples(options: argparse.Namespace) -> int:
+    config = _supervised_config(options)
+    if config is None:
+        return BAD_INPUT
+    check_driver(config.run.device, workers_here=not os.environ.get("RAY_ADDRESS"))
+    from megappo.supervised import train_on_examples
+
+    return 0 if train_on_examples(config, options.task) else STOPPED
+
+
+def _score(options: argparse.Namespace) -> int:
+    config, report = check_file(options.config, options.overrides)
+    _print_report(report)
+    if config is None or report.errors:
+        return BAD_INPUT
+    check_driver(config.run.device, workers_here=not os.environ.get("RAY_ADDRESS"))
+    from megappo.score import Options, score
+
+    score(config, options.data, options.out, Options(options.column, options.against, options.against_column), print)
+    return 0
+
+
+def _supervised_config(options: argparse.Namespace) -> SupervisedConfig | None:
+    """The checked configuration; None, and what is wrong on standard error, if it has errors."""
+    config, errors, warnings = check_supervised_file(options.config, options.overrides, options.task)
+    _print_report(Report(errors, warnings))
+    return None if errors else config
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -149,7 +181,8 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> int:
-    for dotted, legal, default, help_text in describe_config():
+    schema = Config if options.task == "train" else SupervisedConfig
+    for dotted, legal, default, help_text in describe_config(schema):
         print(f"{dotted}: {default}\n    {help_text} ({legal})")
     return 0
 
@@ -181,6 +214,11 @@ def _refuse(text: str, status: int = BAD_INPUT) -> int:
     return status
 
 
+def _add_task(command: argparse.ArgumentParser) -> None:
+    text = "which command the configuration is for (default: train)"
+    command.add_argument("--for", dest="task", choices=("train", "reward-train", "sft"), default="train", help=text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megappo", description="PPO for language models on Megatron-core and vLLM.")
     parser.add_argument("--version", action="version", version=f"megappo {__version__}")
@@ -194,6 +232,27 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("config", metavar="CONFIG", help="YAML file")
         command.add_argument("overrides", metavar="key=value", nargs="*", help="for instance roles.rollout.tp=2")
         command.set_defaults(run=run)
+
+    _add_task(commands.choices["check"])
+    for task, text in (
+        ("reward-train", "train a reward model on pairs of responses (Bradley-Terry)"),
+        ("sft", "train on given responses, for a warm start"),
+    ):
+        command = commands.add_parser(task, help=text, description=f"{text}; resumes by itself as train does")
+        command.add_argument("config", metavar="CONFIG", help="YAML file")
+        command.add_argument("overrides", metavar="key=value", nargs="*", help="for instance role.tp=2")
+        command.set_defaults(run=_train_on_examples, task=task)
+
+    text = "score given responses: rewards, log-probabilities, and how often they beat others"
+    command = commands.add_parser("score", help=text, description=text)
+    command.add_argument("config", metavar="CONFIG", help="YAML file, as of train")
+    command.add_argument("data", metavar="DATA", help="parquet file with prompt and response, or a RUN/rollouts one")
+    command.add_argument("out", metavar="OUT", help="parquet file to write; data.replay can train on it")
+    command.add_argument("overrides", metavar="key=value", nargs="*", help="for instance roles.actor.tp=2")
+    command.add_argument("--column", default="response", metavar="C", help="column of the responses")
+    command.add_argument("--against", metavar="FILE", help="other responses to the same prompts, to be beaten")
+    command.add_argument("--against-column", metavar="C", help="column of those (alone: another one of DATA)")
+    command.set_defaults(run=_score)
 
     text = "memory, transfers and time of a step, predicted; or the layouts that would be best"
     command = commands.add_parser("plan", help=text, description=text)
@@ -212,7 +271,9 @@ def _parser() -> argparse.ArgumentParser:
     add_doctor(commands)
 
     text = "list every configuration key with its default and meaning"
-    commands.add_parser("config", help=text, description=text).set_defaults(run=_config)
+    command = commands.add_parser("config", help=text, description=text)
+    _add_task(command)
+    command.set_defaults(run=_config)
 
     text = "write a run's report, one self-contained HTML page"
     command = commands.add_parser("report", help=text, description=text)
@@ -241,7 +302,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--to", choices=("hf", "megatron"), help="default: the format that SRC is not in")
     command.add_argument("--tp", type=int, default=1, metavar="N", help="to megatron: cut the files for N tensor ranks")
     command.add_argument("--pp", type=int, default=1, metavar="N", help="to megatron: and N pipeline stages")
-    command.add_argument("--role", default="actor", choices=("actor", "critic"), help="whose weights, of a run")
+    command.add_argument("--role", choices=("actor", "critic", "reward"), help="whose weights, of a run")
     command.add_argument("--model", metavar="DIR", help="to hf: Hugging Face folder to take config and tokenizer from")
     command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: as in SRC")
     command.add_argument("--shard-gb", type=float, default=4.0, metavar="X", help="to hf: limit of a shard, 10^9 bytes")

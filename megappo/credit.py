@@ -53,9 +53,9 @@ def assign_credit(rows: pa.Table, ppo: PPOConfig, controller: KLController, *, m
 
     Args:
         rows: ``id``, ``score``, ``logprobs``; ``values`` with a critic, ``prompt_index`` where responses to a prompt
-            are compared, ``baseline`` where it is a greedy response's score; ``ref_logprobs`` where a KL term is in
-            use; and ``rollout_logprobs`` where a correction is configured. With ``loss_mask``, tokens that the
-            policy did not produce are stepped over, and 0 in every result.
+            are compared, ``baseline`` where it is a greedy response's score; ``token_scores`` where functions gave
+            some; ``ref_logprobs`` where a KL term is in use; and ``rollout_logprobs`` where a correction is configured.
+            With ``loss_mask``, tokens that the policy did not produce are stepped over, and 0 in every result.
         controller: holds the coefficient of the penalty.
         max_response: tokens that a response may have.
 
@@ -77,7 +77,11 @@ def assign_credit(rows: pa.Table, ppo: PPOConfig, controller: KLController, *, m
         reference_bt = torch.from_numpy(batch.pad(rows, "ref_logprobs")[0])
         kl_bt = torch.where(mask_bt, kl_estimate(torch.from_numpy(logprobs_np), reference_bt, ppo.kl.estimator), 0.0)
     penalised = kl_bt if ppo.kl.in_reward else None
-    rewards_bt = token_rewards_bt(scores_b + overlong_b, penalised, mask_bt, controller.coef)
+    own_bt = torch.zeros(mask_bt.shape, dtype=scores_b.dtype)
+    if "token_scores" in rows.column_names:  # a part of the score that is not the last token's
+        own_bt = torch.where(mask_bt, torch.from_numpy(batch.pad(rows, "token_scores")[0]), 0.0)
+    last_b = scores_b + overlong_b - own_bt.sum(1)
+    rewards_bt = token_rewards_bt(last_b, penalised, mask_bt, controller.coef) + own_bt
     columns = {"rewards": rewards_bt, **_advantages(rows, ppo, rewards_bt, mask_bt)}
     if ppo.whitens:
         columns["advantages"] = whiten(columns["advantages"], mask_bt)

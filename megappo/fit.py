@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megappo.config import Config, MegatronRoleConfig
+from megappo.config import SCALAR_HEAD, TRAINED, Config, MegatronRoleConfig
 from megappo.layout.memory import (
     CONTEXT,
     GIB,
@@ -134,8 +134,8 @@ def stage_memory(
         return RoleUse(
             vocabulary=megatron_vocabulary(spec.vocab_size, role.tp),
             item_bytes=item_bytes(config),
-            trained=name != "reference",
-            scalar_head=name == "critic",
+            trained=name in TRAINED,
+            scalar_head=name in SCALAR_HEAD,
             tokens=min(tokens, role.micro_batch_tokens),
             micro_batches=-(-tokens // role.micro_batch_tokens),
             recompute=role.recompute,

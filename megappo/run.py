@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,7 +29,8 @@ from megappo.report.step_metrics import BATCH_COLUMNS, Metrics, batch_metrics
 from megappo.report.trackers import Trackers
 from megappo.report.validation_metrics import VALIDATION_COLUMNS, canary_metrics, validation_metrics
 from megappo.report.versions import VERSIONS_NAME, versions
-from megappo.rewards.manager import RewardManager
+from megappo.rewards.functions import make_manager
+from megappo.rewards.mix import PARTS, check_covered
 from megappo.run_lock import RunLock
 from megappo.stop_request import NoProgress
 
@@ -130,11 +131,8 @@ class Run:
             RewardError: one does not load, is no function of four arguments, or a data source has none.
         """
         reward = self.config.roles.reward.absolute()
-        sandbox = dataclasses.asdict(reward.sandbox)
-        with RewardManager(
-            reward.function, reward.by_source, reward.timeout_s, processes=1, sandbox=sandbox
-        ) as manager:
-            manager.check_sources(self.data_sources)
+        if check_covered(self.data_sources, reward):
+            make_manager(replace(reward, processes=1)).close()
 
     # --- logs ----------------------------------------------------------------------------------------------------
 
@@ -166,7 +164,7 @@ class Run:
         """Log some of a training batch's responses and, if asked for, dump it whole; returns its metrics."""
         dump = self.config.run.dump_rollouts
         all_columns = batch.columns
-        needed = {*BATCH_COLUMNS, LOSS_MASK, "baseline", *SAMPLE_COLUMNS, *FAILURE_COLUMNS} & all_columns
+        needed = {*BATCH_COLUMNS, *PARTS, LOSS_MASK, "baseline", *SAMPLE_COLUMNS, *FAILURE_COLUMNS} & all_columns
         rows = batch.read(*sorted(all_columns if dump else needed))
         if dump:
             self._dump.write(step, rows)
@@ -176,7 +174,8 @@ class Run:
 
     def keep_validation(self, step: int, batch: Batch, kind: str) -> Metrics:
         """Log some responses of the validation or the canary (the kind); returns its metrics."""
-        rows = batch.read(*sorted({*VALIDATION_COLUMNS, *SAMPLE_COLUMNS, *FAILURE_COLUMNS}))
+        parts = PARTS.keys() & batch.columns
+        rows = batch.read(*sorted({*VALIDATION_COLUMNS, *parts, *SAMPLE_COLUMNS, *FAILURE_COLUMNS}))
         self._log.log_samples(_samples(rows.slice(0, SAMPLES), step, kind))
         self._warn_of_failed_rewards(rows)
         return validation_metrics(rows) if kind == "validation" else canary_metrics(rows)

@@ -7,7 +7,7 @@ processes; what the driver holds of a batch are references and a few per-token c
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -25,10 +25,12 @@ from megappo.oversight import Oversight, StoppedByGuard
 from megappo.ppo.balance import mini_batches
 from megappo.ppo.kl import KLController
 from megappo.ppo.schedule import learning_rate
+from megappo.replay import Replayer
 from megappo.report.predicted import Prediction
 from megappo.report.speed import speed_metrics, speed_workers
 from megappo.report.step_metrics import Metrics, time_metrics
 from megappo.restarts import with_restarts
+from megappo.rewards.scale import Moments, scaled
 from megappo.run import Run
 from megappo.stop_request import StopRequest, stop_request
 from megappo.workers.objectives import ActorObjective, CriticObjective
@@ -86,7 +88,9 @@ class Trainer:
         kl = config.ppo.kl
         self.controller = KLController(kl.coef, kl.target, kl.horizon)
         self.oversight = Oversight(config)
-        self.collector = Collector(config, cluster, run.train_prompts)
+        self.moments = Moments()
+        sampler = Collector(config, cluster, run.train_prompts)
+        self.collector = Replayer(config, sampler.order) if config.data.replay else sampler
         temperature = config.roles.rollout.validation_temperature
         self.validation_sampling = Sampling(temperature, 1.0, -1, config.data.max_response)
 
@@ -102,7 +106,9 @@ class Trainer:
         self.cluster.rest_engines()
         batch = self.evaluate(collected)
         evaluated = time.time()
-        rows = batch.read("logprobs", "score", *self.further_columns, *({LOSS_MASK} & batch.columns))
+        given = {LOSS_MASK, "token_scores"} & batch.columns
+        rows = batch.read("logprobs", "score", "failed", *self.further_columns, *given)
+        rows, self.moments = scaled(rows, config.roles.reward, self.moments)
         guarded = replace(self.controller, coef=self.controller.coef * self.oversight.guards.kl_factor)
         credit = assign_credit(rows, config.ppo, guarded, max_response=config.data.max_response)
         batch = replace(batch.with_columns([put_table(credit.table)]), loss_tokens=credit.loss_tokens)
@@ -197,7 +203,7 @@ class Trainer:
         if cluster.critic is not None:
             pending.append(cluster.critic.score("values", batch))
         if cluster.reference is not None:
-            options = {"column": "ref_logprobs", "temperature": temperature}
+            options: dict[str, Any] = {"column": "ref_logprobs", "temperature": temperature}
             pending.append(cluster.reference.score("logprobs", batch, **options))
         if greedy is None:
             return batch.with_columns(*cluster.gather(*pending))
@@ -282,7 +288,13 @@ class Trainer:
     @property
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the workers' states."""
-        return {"step": self.step, "position": self.position, "kl_coef": self.controller.coef, **self.oversight.state}
+        return {
+            "step": self.step,
+            "position": self.position,
+            "kl_coef": self.controller.coef,
+            "reward_moments": asdict(self.moments),
+            **self.oversight.state,
+        }
 
     def resume(self) -> None:
         """Go on from the last complete checkpoint, if there is one; and fill the engines with the actor's weights."""
@@ -295,6 +307,7 @@ class Trainer:
             self.oversight.restore(state)
             if self.controller.target is not None:  # a fixed coefficient is the configuration's, also if it changed
                 self.controller = replace(self.controller, coef=state["kl_coef"])
+            self.moments = Moments(**state.get("reward_moments", {}))
         self.run.start_log(self.step if latest is not None else None)
         self.cluster.sync_weights(version=self.step)
 

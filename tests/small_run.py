@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +87,12 @@ def make_tiny_model() -> Any:
 class Command:
     """``python -m megappo train config.yaml ...`` in a session of its own.
 
-    ``installed``: a folder of packages that come before those of the environment.
+    ``installed``: a folder of packages that come before those of the environment. ``words``: instead of ``train``.
     """
 
-    def __init__(self, folder: Path, *overrides: str, installed: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, *overrides: str, installed: Path | None = None, words: Sequence[str] = ("train",)
+    ) -> None:
         self.mark = uuid.uuid4().hex
         self.output = folder / f"output-{self.mark[:8]}.txt"
         self.began = time.monotonic()
@@ -98,7 +100,7 @@ class Command:
         path = os.pathsep.join(map(str, [*([installed] if installed else []), ROOT, *inherited]))
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "megappo", "train", "config.yaml", *overrides],
+                [sys.executable, "-m", "megappo", *words, "config.yaml", *overrides],
                 cwd=folder,
                 env={**os.environ, MARK: self.mark, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,

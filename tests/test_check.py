@@ -200,7 +200,26 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "no reward": (
         ("roles.reward.function=null",),
-        "roles.reward.function: missing: give package.module:name or file.py:name, or fill by_source",
+        "roles.reward.function: missing: give package.module:name or file.py:name, fill by_source, or give pool and "
+        "model for a reward model",
+    ),
+    "nothing to score a source": (
+        ("roles.reward.weights.function=0", "data.validation=[]"),
+        "roles.reward.weights: leaves nothing to score data_source 'arithmetic' of train.parquet: give what it has, a "
+        "function or a model, a weight that is not 0",
+    ),
+    "reward model without a pool": (
+        ("roles.reward.model=scorer",),
+        "roles.reward.pool: missing, but roles.reward.model is scorer: give the pool that it runs in",
+    ),
+    "reward model without a model": (
+        ("roles.reward.pool=value",),
+        "roles.reward.model: missing: give the folder of a sequence classification model with one label",
+    ),
+    "reward model without its head": (
+        ("roles.reward={pool: value, model: small}",),
+        "roles.reward.model: FOLDER/small: its weights lack score.weight: give the config.json that the weights belong "
+        "to",
     ),
     "no reward file": (
         ("roles.reward.function=scores.py",),

@@ -72,6 +72,7 @@ def test_a_plain_string_is_tokenized_as_it_is_even_with_a_chat_template(tmp_path
                 "ground_truth": "3",
                 "extra_info": '{"index": 7}',
                 "prompt_text": "1+2=",
+                "messages": None,
             }
         ]
         assert prompts.table.schema.field("prompt_ids").type == pa.list_(pa.int32())

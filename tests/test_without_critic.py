@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -24,12 +25,16 @@ roles:
 PPO = "ppo: {estimator: grpo, mini_batch: 8, actor_lr: 1.0e-3, kl: {in_reward: false}}\n"
 
 
+def set_sections(text: str, **sections: str) -> str:
+    """A configuration with other sections in place of its own."""
+    for name, section in sections.items():
+        text = re.sub(rf"{name}:\n(  .*\n)+", section, text)
+    return text
+
+
 def test_group_relative_run(tmp_path: Path) -> None:
     folder = make_run_folder(tmp_path / "work")
-    text = CONFIG
-    for section, replacement in (("pools", POOLS), ("roles", ROLES), ("ppo", PPO)):
-        text = re.sub(rf"{section}:\n(  .*\n)+", replacement, text)
-    (folder / "config.yaml").write_text(text)
+    (folder / "config.yaml").write_text(set_sections(CONFIG, pools=POOLS, roles=ROLES, ppo=PPO))
     for steps in (2, 3):
         command = Command(folder, f"run.steps={steps}", "run.validate_every=0")
         assert command.wait() == 0, command.text
@@ -48,6 +53,7 @@ def test_group_relative_run(tmp_path: Path) -> None:
     assert not [name for name in metrics if name.startswith(("critic/v", "timing_s/val"))]
     kept = folder / "run" / "checkpoints" / "step_3"
     assert sorted(path.name for path in kept.iterdir() if path.is_dir()) == ["actor"]
+    replays(folder)
     dapo_goes_on(folder)
 
 
@@ -86,3 +92,19 @@ def dapo_goes_on(folder: Path) -> None:
     assert state["best"] == {"step": best, "value": scores[best]}
     assert {path.name for path in (folder / "run" / "checkpoints").iterdir()} == {"best", f"step_{best}", "step_5"}
     assert (folder / "run" / "checkpoints" / "best").resolve().name == f"step_{best}"
+
+
+def replays(folder: Path) -> None:
+    """The first step again, from its dumped batch and without generating: the same line in the log."""
+    replayed = ("run.dir=again", "data.replay=run/rollouts/step_1.parquet", "run.steps=1", "data.validation=[]")
+    command = Command(folder, *replayed, "run.validate_every=0")
+    assert command.wait() == 0, command.text
+    (first, again) = (comparable(read_log(folder / name), step=1) for name in ("run", "again"))
+    assert first == again
+    assert "timing_s/gen" not in read_log(folder / "again")[-1]["metrics"]
+
+
+def comparable(log: list[dict[str, Any]], step: int) -> dict[str, float]:
+    """A step's metrics but for those that depend on the clock."""
+    (metrics,) = (line["metrics"] for line in log if line["step"] == step)
+    return {name: value for name, value in metrics.items() if not name.startswith(("timing_s/", "perf/"))}

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.check.algorithm import best_findings, ppo_findings, sampling_findings
-from megappo.check.data import data_findings, length_findings
+from megappo.check.data import data_findings, length_findings, replay_findings
 from megappo.check.findings import Advice, Lacking, on_files
 from megappo.check.layouts import layout_findings, memory_findings, pool_findings
 from megappo.check.memory import fit_findings
 from megappo.check.models import end_of_text_findings, model_findings
-from megappo.check.rewards import reward_findings, reward_time_findings, sandbox_findings
+from megappo.check.rewards import reward_findings, reward_model_findings, reward_time_findings, sandbox_findings
 from megappo.check.run_folder import run_findings
 from megappo.config import Config, ConfigError, load_config
 from megappo.models.spec import ModelSpec
@@ -63,10 +63,12 @@ def _findings(config: Config) -> Iterator[str]:
     yield from model_findings(config, specs)
     yield from on_files(end_of_text_findings(config, specs))
     yield from on_files(data_findings(config))
+    yield from on_files(replay_findings(config))
     yield from pool_findings(config)
     yield from layout_findings(config, specs)
     yield from length_findings(config, specs)
     yield from on_files(reward_findings(config))
+    yield from on_files(reward_model_findings(config))
     yield from sandbox_findings(config)
     yield from reward_time_findings(config)
     yield from memory_findings(config, specs)

@@ -51,6 +51,19 @@ def data_findings(config: Config) -> Iterator[str]:
         )
 
 
+def replay_findings(config: Config) -> Iterator[str]:
+    """Batches that are trained on instead of generated ones."""
+    replay = config.data.replay
+    for path in replay:
+        if not Path(path).is_file():
+            yield f"data.replay: {path}: no such file: give a rollouts/step_N.parquet, or what megappo score wrote"
+    if replay and len(replay) < config.run.steps:
+        yield (
+            f"data.replay: {len(replay)} file{'s' if len(replay) > 1 else ''} for the {config.run.steps} steps of "
+            "run.steps: give a file for each step, or fewer steps"
+        )
+
+
 def length_findings(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[str]:
     """Lengths against the model and against the token budgets."""
     data = config.data

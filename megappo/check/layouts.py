@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megappo.check.findings import Advice, under
-from megappo.config import Config
+from megappo.config import TRAINED, Config
 from megappo.layout import legality
 from megappo.models.parameters import vllm_vocabulary
 from megappo.models.spec import ModelSpec
@@ -49,12 +49,12 @@ def layout_findings(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[
                 yield Advice(f"{prefix}.{line}")
             ranks = pool.devices // (role.tp * role.pp)
             rows = config.data.prompts_per_step * config.roles.rollout.samples_per_prompt
-            if rows < ranks and name == "reference":
+            if rows < ranks and name not in TRAINED:
                 yield Advice(
                     f"data.prompts_per_step: {rows} responses leave some of the {name}'s {ranks} data-parallel ranks "
                     "without work: raise it, or tp or pp"
                 )
-            if config.ppo.mini_batch < ranks and name != "reference":
+            if config.ppo.mini_batch < ranks and name in TRAINED:
                 yield Advice(
                     f"ppo.mini_batch: {config.ppo.mini_batch} responses leave some of the {name}'s {ranks} "
                     "data-parallel ranks without work: raise it, or tp or pp"
@@ -90,8 +90,8 @@ def memory_findings(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[
                 yield f"roles.{name}.fp8: {role.fp8} needs CUDA and bfloat16, not {wanted}: set none, or these"
             if spec := specs.get(config.model_folder(name)):
                 yield from under(f"roles.{name}", legality.fp8_problems(spec, role.tp), ".")
-        if role.recompute != "none" and name == "reference":
-            yield Advice(f"roles.reference.recompute: {role.recompute} has no effect, as it never trains: leave it out")
+        if role.recompute != "none" and name not in TRAINED:
+            yield Advice(f"roles.{name}.recompute: {role.recompute} has no effect, as it never trains: leave it out")
         others = [other for other, its in config.roles.megatron.items() if its.pool == role.pool and other != name]
         if role.offload != "none" and not others and role.pool != rollout:
             yield Advice(

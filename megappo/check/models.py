@@ -15,10 +15,15 @@ from megappo.models.spec import ModelError, ModelSpec, read_model_spec
 def model_findings(config: Config, specs: dict[str, ModelSpec]) -> Iterator[str]:
     """Check every model folder once, and put the readable ones into ``specs``."""
     refused: set[str] = set()
+    looked_at: set[tuple[str, bool]] = set()
     for name, role in config.roles.megatron.items():
+        if name == "reward" and role.model is None:  # which is said of the rewards
+            continue
         folder = config.model_folder(name)
         label = f"roles.{name}.model" if role.model else "model"
-        if folder not in specs and folder not in refused:
+        kind = folder, name == "reward"  # whose head, unlike a critic's, has to be there
+        if kind not in looked_at and folder not in refused:
+            looked_at.add(kind)
             try:
                 specs[folder] = read_model_spec(folder)
             except ModelError as error:
@@ -30,17 +35,17 @@ def model_findings(config: Config, specs: dict[str, ModelSpec]) -> Iterator[str]
                     f"{label}: {folder} is a mixture of experts ({specs[folder].family}), which can be planned and "
                     "converted but not yet trained: give a dense model"
                 )
-            shapes = specs[folder].hf_shapes()
+            shapes = specs[folder].hf_shapes(scalar_head=name == "reward")
             if name == "critic":
                 shapes.pop("lm_head.weight", None)  # a value head takes its place
             yield from on_files(under(label, weight_problems(Path(folder), shapes)))
-            if name == "actor":
+            if name in ("actor", "reward"):
                 yield from on_files(under(label, tokenizer_problems(Path(folder))))
     actor = specs.get(config.model_folder("actor"))
     for name, role in config.roles.megatron.items():
         spec = specs.get(config.model_folder(name))
-        if actor is None or spec is None or spec.vocab_size == actor.vocab_size:
-            continue
+        if actor is None or spec is None or spec.vocab_size == actor.vocab_size or name == "reward":
+            continue  # a reward model reads text
         if name == "reference" or spec.vocab_size < actor.vocab_size:
             yield (
                 f"roles.{name}.model: {role.model} has a vocabulary of {spec.vocab_size} tokens, the actor's has "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 COLUMNS = ("data_source", "prompt", "reward_model")
 """The columns of verl's prompt files that a run needs; ``ability`` and ``extra_info`` may be absent."""
@@ -11,14 +13,30 @@ COLUMNS = ("data_source", "prompt", "reward_model")
 
 @dataclass(frozen=True)
 class PromptFile:
-    """What a prompt file's footer says: how many rows, and whether prompts are chat messages."""
+    """What a prompt file's footer says: how many rows, and its Arrow schema, and whether prompts are chat messages."""
 
     rows: int
+    schema: Any
     chat: bool
 
 
 def read_prompt_file(path: Path) -> PromptFile:
-    """Read a parquet file's footer.
+    """Read the footer of a prompt file.
+
+    Raises:
+        ValueError: the file is missing, truncated, empty, or lacks a column.
+    """
+    import pyarrow as pa
+
+    file = read_columns(path, COLUMNS)
+    truth = file.schema.field("reward_model").type
+    if not pa.types.is_struct(truth) or truth.get_field_index("ground_truth") < 0:
+        raise ValueError(f"{path}: reward_model is {truth}: it must be a struct with ground_truth")
+    return file
+
+
+def read_columns(path: Path, columns: Sequence[str]) -> PromptFile:
+    """Read the footer of a parquet file that must have these columns, ``prompt`` among them.
 
     Raises:
         ValueError: the file is missing, truncated, empty, or lacks a column.
@@ -35,19 +53,16 @@ def read_prompt_file(path: Path) -> PromptFile:
             schema, rows = file.schema_arrow, file.metadata.num_rows
     except (pa.ArrowException, OSError):
         raise ValueError(f"{path}: is truncated or no parquet file: write it again") from None
-    missing = [name for name in COLUMNS if name not in schema.names]
+    missing = [name for name in columns if name not in schema.names]
     if missing:
         raise ValueError(
             f"{path}: has no column {', '.join(missing)}: it has {', '.join(schema.names) or 'none'}, "
-            f"and needs {', '.join(COLUMNS)}"
+            f"and needs {', '.join(columns)}"
         )
-    reward_model = schema.field("reward_model").type
-    if not pa.types.is_struct(reward_model) or reward_model.get_field_index("ground_truth") < 0:
-        raise ValueError(f"{path}: reward_model is {reward_model}: it must be a struct with ground_truth")
     if rows == 0:
         raise ValueError(f"{path}: has no rows: give a file with at least one prompt")
     prompt = schema.field("prompt").type
-    return PromptFile(rows, chat=pa.types.is_list(prompt) or pa.types.is_large_list(prompt))
+    return PromptFile(rows, schema, chat=pa.types.is_list(prompt) or pa.types.is_large_list(prompt))
 
 
 def rows_in(path: Path) -> int:

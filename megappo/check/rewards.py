@@ -4,32 +4,81 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from megappo.check.findings import Advice, under
-from megappo.check.prompt_files import data_sources, rows_in
+from megappo.check.model_files import has_chat_template
+from megappo.check.prompt_files import data_sources, read_prompt_file, rows_in
 from megappo.check.reward_functions import reward_problems, reward_takes
-from megappo.config import Config
+from megappo.config import Config, MegatronSizes, RewardConfig
 
 
 def reward_findings(config: Config) -> Iterator[str]:
-    """Whether every data source has a reward function."""
+    """Whether every data source has a reward: a function, a model, or both."""
     reward = config.roles.reward
-    if reward.function is None and not reward.by_source:
-        yield "roles.reward.function: missing: give package.module:name or file.py:name, or fill by_source"
+    if not reward.has_functions and reward.pool is None:
+        yield (
+            "roles.reward.function: missing: give package.module:name or file.py:name, fill by_source, or give pool "
+            "and model for a reward model"
+        )
+        return
     if reward.function is not None:
         yield from under("roles.reward.function", reward_problems(reward.function))
-    elif reward.by_source:
-        known = ", ".join(reward.by_source)
-        for path in (*config.data.train, *config.data.validation, *config.data.canary):
-            for source in sorted(data_sources(Path(path)) - set(reward.by_source)):
-                yield (
-                    f"roles.reward.by_source: has no function for data_source {source!r} of {path}, only for {known}: "
-                    "add one, or give roles.reward.function for all others"
-                )
     for source, function in reward.by_source.items():
         yield from under(f"roles.reward.by_source.{source}", reward_problems(function))
+    for path in (*config.data.train, *config.data.validation, *config.data.canary):
+        for source in sorted(data_sources(Path(path))):
+            yield from _source_findings(reward, source, path)
+
+
+def _source_findings(reward: RewardConfig, source: str, path: str) -> Iterator[str]:
+    weights = reward.weights_of(source)
+    if weights.function or weights.model:
+        return
+    if reward.function is None and source not in reward.by_source and reward.pool is None:
+        yield (
+            f"roles.reward.by_source: has no function for data_source {source!r} of {path}, only for "
+            f"{', '.join(reward.by_source)}: add one, or give roles.reward.function for all others"
+        )
+    else:
+        key = "weights_by_source" if source in reward.weights_by_source else "weights"
+        yield (
+            f"roles.reward.{key}: leaves nothing to score data_source {source!r} of {path}: give what it has, a "
+            "function or a model, a weight that is not 0"
+        )
+
+
+def reward_model_findings(config: Config) -> Iterator[str]:
+    """What a reward model needs, and what has no effect without one."""
+    reward = config.roles.reward
+    if reward.pool is None:
+        if reward.model is not None:
+            yield f"roles.reward.pool: missing, but roles.reward.model is {reward.model}: give the pool that it runs in"
+        sizes = [each.name for each in fields(MegatronSizes) if each.name not in ("pool", "model")]
+        for name in (name for name in sizes if getattr(reward, name) != getattr(RewardConfig(), name)):
+            yield Advice(
+                f"roles.reward.{name}: {getattr(reward, name)} has no effect without roles.reward.pool and model"
+            )
+        return
+    if reward.model is None:
+        yield "roles.reward.model: missing: give the folder of a sequence classification model with one label"
+        return
+    files = (*config.data.train, *config.data.validation, *config.data.canary)
+    chat = next((path for path in files if _is_chat(Path(path))), None)
+    if chat is not None and Path(reward.model).is_dir() and not has_chat_template(Path(reward.model)):
+        yield (
+            f"roles.reward.model: {reward.model} has no chat template, and the prompts of {chat} are chat messages: "
+            "add chat_template.jinja there, as the model was trained with it"
+        )
+
+
+def _is_chat(path: Path) -> bool:
+    try:
+        return read_prompt_file(path).chat
+    except ValueError:
+        return False
 
 
 def sandbox_findings(config: Config) -> Iterator[str]:
@@ -64,6 +113,8 @@ def sandbox_findings(config: Config) -> Iterator[str]:
 def reward_time_findings(config: Config) -> Iterator[str]:
     """Scoring is one remote call: it must end in time even if every response took as long as it may."""
     reward, rollout, data = config.roles.reward, config.roles.rollout, config.data
+    if not reward.has_functions:
+        return
     prompts = sum(rows_in(Path(path)) for path in data.validation)
     prompts = min(prompts, data.validation_prompts or prompts)
     responses = max(data.prompts_per_step * rollout.samples_per_prompt, prompts * rollout.validation_samples)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import os
@@ -256,7 +255,7 @@ class RolloutProcess(LoggedProcess):
 
 
 class RewardProcess(LoggedProcess):
-    """The reward functions' manager, which runs them in processes of their own."""
+    """Decodes responses and has the reward functions run, in processes of their own."""
 
     def __init__(self, log_file: str) -> None:
         super().__init__(log_file)
@@ -264,31 +263,12 @@ class RewardProcess(LoggedProcess):
 
     @timed
     def build(self, tokenizer_folder: str, settings: Any, sources: Sequence[str]) -> None:
-        """Resolve the reward functions; every data source must have one."""
-        from transformers import AutoTokenizer
+        """Resolve the reward functions; every data source must have a reward."""
+        from megappo.rewards.functions import FunctionScorer
 
-        from megappo.rewards.manager import RewardManager
-
-        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-        self.manager = RewardManager(
-            settings.function,
-            settings.by_source,
-            settings.timeout_s,
-            settings.processes,
-            self.log_file,
-            dataclasses.asdict(settings.sandbox),
-        )
-        self.manager.check_sources(sources)
+        self.scorer = FunctionScorer(tokenizer_folder, settings, sources, self.log_file)
 
     @timed
-    def score(self, rows: Selection) -> TableRef:
-        """Score responses: ``score``, ``failed``, ``failure``, ``extras`` and the decoded ``response`` of each row."""
-        import pyarrow as pa
-
-        from megappo.data import batch
-
-        table = rows.read()
-        responses = [ids.tolist() for ids in batch.split_rows(table, "response_ids")]
-        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
-        scored = self.manager.score(table, texts)
-        return put_table(scored.append_column("response", pa.array(texts, pa.string())))
+    def run_functions(self, rows: Selection) -> TableRef:
+        """Score responses; see :meth:`megappo.rewards.functions.FunctionScorer.score`."""
+        return put_table(self.scorer.score(rows.read()))

@@ -13,13 +13,14 @@ import ray
 
 from megappo.cluster.calls import Calls, Pending
 from megappo.cluster.dataflow import Batch, TableRef
-from megappo.cluster.groups import MegatronGroup, Member, RewardGroup, RolloutGroup, layouts
+from megappo.cluster.groups import Group, MegatronGroup, Member, RolloutGroup, layouts
 from megappo.cluster.pools import Pool, end_on_sigterm, reserve_pools, start_ray
+from megappo.cluster.rewards import RewardGroup
 from megappo.cluster.serving import Serving
-from megappo.cluster.start import Starter
+from megappo.cluster.start import RunStarter
 from megappo.cluster.watch import wait_until_gone
 from megappo.cluster.weights import WeightSync
-from megappo.config import Config, MegatronRoleConfig
+from megappo.config import SCALAR_HEAD, TRAINED, Config, MegatronRoleConfig
 from megappo.fit import check_fit
 from megappo.stack import MEGATRON, ROLLOUT
 from megappo.workers.settings import EngineSettings, RoleSettings, Sampling
@@ -61,7 +62,7 @@ class Cluster:
         self.config = config
         self.calls = Calls(config.run.timeout_s)
         self._owns_ray = False
-        self._starter: Starter | None = None
+        self._starter: RunStarter | None = None
         self._pools: Mapping[str, Pool] = {}
         try:
             self._start(data_sources, status)
@@ -124,7 +125,7 @@ class Cluster:
         self._owns_ray = start_ray(config)
         end_on_sigterm()
         self._pools = reserve_pools(config, min(config.run.timeout_s, 600.0), fixed=self._owns_ray)
-        start = self._starter = Starter(config, self.calls, self._pools)
+        start = self._starter = RunStarter(config, self.calls, self._pools)
         roles, device, serving_pool = config.roles.megatron, config.run.device, config.roles.rollout.pool
         hosted = {name: pool for name, pool in self._pools.items() if any(r.pool == name for r in roles.values())}
         shared = serving_pool in hosted
@@ -145,10 +146,10 @@ class Cluster:
             (serving,) = start.located(start.engines_beside(members[serving_pool]))
             start.check_stacks((serving, ROLLOUT[device]))
         rollout, settings = RolloutGroup(serving, self.calls), self._engine_settings(sleeping)
-        self.reward = RewardGroup(scorers, self.calls)
+        functions = Group(scorers, self.calls)
         engines = rollout.each("build", lambda _: (settings,))
         scoring = (config.model_folder("actor"), config.roles.reward.absolute(), list(data_sources))
-        rewards = self.reward.each("build", lambda _: scoring)
+        rewards = functions.each("build", lambda _: scoring)
         if shared:  # vLLM measures what memory is left to it, so nothing else may come and go meanwhile
             status("starting the engines")
             self.gather(engines)
@@ -162,6 +163,7 @@ class Cluster:
         building = [group.build(self._settings(group, roles[name])) for name, group in groups.items()]
         self.gather(*building, rewards, *([] if shared else [engines]))
         self.actor, self.critic, self.reference = groups["actor"], groups.get("critic"), groups.get("reference")
+        self.reward = RewardGroup(functions, groups.get("reward"), config.roles.reward, config.model_folder("actor"))
         status("connecting actor and engines")
         offloading = [
             group
@@ -179,8 +181,8 @@ class Cluster:
             layout=group.layout,
             dtype=self.config.run.dtype,
             micro_batch_tokens=role.micro_batch_tokens,
-            scalar_head=group.role == "critic",
-            optimizer=None if group.role == "reference" else self.config.ppo.optimizer,
+            scalar_head=group.role in SCALAR_HEAD,
+            optimizer=self.config.ppo.optimizer if group.role in TRAINED else None,
             timeout_s=self.config.run.timeout_s,
             recompute=role.recompute,
             fp8=role.fp8,

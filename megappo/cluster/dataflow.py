@@ -33,6 +33,11 @@ class TableRef:
     columns: tuple[str, ...]
 
 
+def get_table(refs: Sequence[TableRef]) -> pa.Table:
+    """Fetch tables with the same columns, one under the other."""
+    return pa.concat_tables(ray.get([table.ref for table in refs]))
+
+
 def put_table(table: pa.Table) -> TableRef:
     """Put a table with an ``id`` column into the object store."""
     return TableRef(ray.put(table), rows_of.column(table, "id"), tuple(table.column_names))

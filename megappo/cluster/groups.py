@@ -12,7 +12,7 @@ from megappo.cluster.calls import Calls, Pending, Place, one
 from megappo.cluster.dataflow import Batch, TableRef
 from megappo.data.loss_mask import LOSS_MASK
 from megappo.layout.mesh import Layout
-from megappo.ppo.balance import balanced_partition
+from megappo.ppo.balance import balanced_partition, unit_rows, unit_sums
 from megappo.workers.settings import MiniBatch, RoleSettings, Sampling, Totals
 
 
@@ -54,15 +54,17 @@ class MegatronGroup(Group):
         """Build the role and load its weights."""
         return self.each("build", lambda rank: (self.role, settings))
 
-    def score(self, method: str, batch: Batch, **options: Any) -> Pending[list[TableRef]]:
-        """Run a per-token method (``logprobs``, ``values``) over the batch, balanced over data-parallel ranks."""
+    def score(
+        self, method: str, batch: Batch, *, columns: Sequence[str] = ("prompt_ids", "response_ids"), **options: Any
+    ) -> Pending[list[TableRef]]:
+        """Run a method that scores rows (``logprobs``, ``values``), balanced over data-parallel ranks."""
         shares = self._shares(batch.tokens)
 
         def arguments(rank: int) -> tuple[Any, ...]:
             ids = batch.ids[shares[self._dp(rank)]]
-            return self.role, method, batch.select(("prompt_ids", "response_ids"), ids), options
+            return self.role, method, batch.select(columns, ids), options
 
-        return self.each("score", arguments, _tables)
+        return self.each("score", arguments, tables)
 
     def update(
         self, batch: Batch, mini_batches: Sequence[np.ndarray], objective: Any, learning_rate: float
@@ -76,7 +78,7 @@ class MegatronGroup(Group):
         steps: list[list[MiniBatch]] = [[] for _ in range(self.layout.dp)]
         for rows in mini_batches:
             totals = Totals(rows=len(rows), tokens=int(batch.trained_tokens[rows].sum()))
-            for dp_rank, share in enumerate(self._shares(batch.tokens[rows])):
+            for dp_rank, share in enumerate(self._shares(batch.tokens[rows], objective.unit)):
                 steps[dp_rank].append(MiniBatch(batch.ids[rows[share]], totals))
 
         def arguments(rank: int) -> tuple[Any, ...]:
@@ -97,9 +99,9 @@ class MegatronGroup(Group):
     def _dp(self, rank: int) -> int:
         return self.layout.coordinates(rank)["dp"]
 
-    def _shares(self, tokens: np.ndarray) -> list[np.ndarray]:
-        shares = balanced_partition(tokens.tolist(), self.layout.dp)
-        return [np.array(share, dtype=np.int64) for share in shares]
+    def _shares(self, tokens: np.ndarray, unit: int = 1) -> list[np.ndarray]:
+        shares = balanced_partition(unit_sums(tokens, unit).tolist(), self.layout.dp)
+        return [unit_rows(share, unit) for share in shares]
 
 
 @dataclass(frozen=True)
@@ -169,17 +171,8 @@ class RolloutGroup(Group):
         return Pending(tuple(calls), combine)
 
 
-@dataclass(frozen=True)
-class RewardGroup(Group):
-    """The process that scores responses by functions."""
-
-    def score(self, batch: Batch) -> Pending[list[TableRef]]:
-        """Score every response."""
-        columns = ("response_ids", "data_source", "ground_truth", "extra_info")
-        return self.each("score", lambda index: (batch.select(columns),), _tables)
-
-
-def _tables(results: list[TableRef | None]) -> list[TableRef]:
+def tables(results: list[TableRef | None]) -> list[TableRef]:
+    """What the members that report gave."""
     return [table for table in results if table is not None]
 
 

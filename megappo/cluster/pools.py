@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megappo.config import Config, PoolConfig
+from megappo.config import Devices, PoolConfig
 from megappo.launch.nodes import PIN_POOLS, pool_resource
 
 
@@ -63,7 +63,7 @@ FORWARDED = ("NCCL_", "GLOO_", "UCX_", "VLLM_", "NVTE_", "TORCH_NCCL_", "TORCH_F
 """Environment variables with these beginnings reach the workers as the driver has them."""
 
 
-def worker_environment(config: Config, **more: str) -> dict[str, str]:
+def worker_environment(config: Devices, **more: str) -> dict[str, str]:
     """Environment variables of a worker process."""
     out = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
     out |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
@@ -75,7 +75,7 @@ def worker_environment(config: Config, **more: str) -> dict[str, str]:
     return out | more
 
 
-def start_ray(config: Config) -> bool:
+def start_ray(config: Devices) -> bool:
     """Connect to the cluster that ``RAY_ADDRESS`` names, or start Ray on this machine.
 
     Returns:
@@ -103,7 +103,7 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def reserve_pools(config: Config, timeout_s: float, *, fixed: bool) -> Mapping[str, Pool]:
+def reserve_pools(config: Devices, timeout_s: float, *, fixed: bool) -> Mapping[str, Pool]:
     """Reserve every pool at once.
 
     Args:

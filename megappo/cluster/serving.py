@@ -11,7 +11,7 @@ import ray
 from megappo.cluster.calls import Call, Calls, Pending, WorkerLost
 from megappo.cluster.dataflow import Batch
 from megappo.cluster.groups import Generation, Group, Member, RolloutGroup
-from megappo.cluster.start import Starter
+from megappo.cluster.start import RunStarter
 from megappo.cluster.weights import WeightSync
 from megappo.workers.settings import EngineSettings
 
@@ -24,7 +24,7 @@ class Serving:
 
     def __init__(
         self,
-        starter: Starter,
+        starter: RunStarter,
         settings: EngineSettings,
         weights: WeightSync,
         *,

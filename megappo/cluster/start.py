@@ -15,19 +15,19 @@ from megappo.cluster.calls import Calls, Pending, Place, one
 from megappo.cluster.groups import Group, Member
 from megappo.cluster.pools import Pool, worker_environment
 from megappo.cluster.watch import Address
-from megappo.config import Config
+from megappo.config import Config, Devices
 from megappo.fit import Device
 from megappo.stack import StackError, Wanted
 
 
 @dataclass(frozen=True)
 class Starter:
-    """Starts the processes of a run on its pools.
+    """Starts Megatron's processes on pools.
 
     ``started`` collects where they are.
     """
 
-    config: Config
+    config: Devices
     calls: Calls
     pools: Mapping[str, Pool]
     started: list[Address] = field(default_factory=list)
@@ -43,38 +43,6 @@ class Starter:
             actor = pool.start(MegatronProcess, rank, 1, log, environment=environment)
             members.append(Member(actor, Place(name, rank, name, "?", log)))
         return members
-
-    def engines(self) -> list[Member]:
-        pool = self.pools[self.config.roles.rollout.pool]
-        return [self.engine(index) for index in range(pool.config.devices // self.config.roles.rollout.tp)]
-
-    def engine(self, index: int) -> Member:
-        """One engine, on devices that no Megatron process has."""
-        pool, tp = self.pools[self.config.roles.rollout.pool], self.config.roles.rollout.tp
-        log = self._log_file(f"rollout-engine{index}")
-        actor = pool.start(RolloutProcess, index, tp, log, environment=worker_environment(self.config))
-        return Member(actor, Place("rollout", index, pool.name, "?", log))
-
-    def engines_beside(self, hosts: Sequence[Member]) -> list[Member]:
-        """Engines on the devices of a pool's Megatron processes."""
-        pool, tp = self.pools[self.config.roles.rollout.pool], self.config.roles.rollout.tp
-        members = []
-        for index in range(len(hosts) // tp):
-            devices = [host.device for host in hosts[index * tp : (index + 1) * tp]]
-            environment = worker_environment(self.config, CUDA_VISIBLE_DEVICES=",".join(devices))
-            log = self._log_file(f"rollout-engine{index}")
-            actor = pool.start_beside(RolloutProcess, index * tp, tp, log, environment=environment)
-            members.append(Member(actor, Place("rollout", index, pool.name, "?", log)))
-        return members
-
-    def rewards(self) -> list[Member]:
-        log = self._log_file("reward")
-        # On the driver's node, and without a reserved CPU: pools may have reserved them all.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        environment = worker_environment(self.config, CUDA_VISIBLE_DEVICES="")
-        remote: Any = ray.remote(RewardProcess)
-        options = {"num_cpus": 0, "scheduling_strategy": here, "runtime_env": {"env_vars": environment}}
-        return [Member(remote.options(**options).remote(log), Place("reward", 0, "driver", "?", log))]
 
     def located(self, *started: list[Member]) -> list[tuple[Member, ...]]:
         """The same members, once they run, with their nodes and devices."""
@@ -109,11 +77,6 @@ class Starter:
         if found:
             raise StackError(found)
 
-    def engine_devices(self, engines: tuple[Member, ...]) -> list[Device]:
-        """Devices of a pool that engines have for themselves."""
-        (found,) = self.calls.gather(Group(engines, self.calls).each("devices", lambda _: ()))
-        return [device for devices in found for device in devices]
-
     def join(self, members: Mapping[str, tuple[Member, ...]]) -> dict[str, list[Device]]:
         """Every pool becomes one torch.distributed world; its first process is the meeting point.
 
@@ -134,6 +97,50 @@ class Starter:
 
     def _log_file(self, name: str) -> str:
         return str((Path(self.config.run.dir) / "logs" / f"{name}.log").resolve())
+
+
+@dataclass(frozen=True)
+class RunStarter(Starter):
+    """Starts the engines and the rewards of a run as well."""
+
+    config: Config
+
+    def engines(self) -> list[Member]:
+        pool = self.pools[self.config.roles.rollout.pool]
+        return [self.engine(index) for index in range(pool.config.devices // self.config.roles.rollout.tp)]
+
+    def engine(self, index: int) -> Member:
+        """One engine, on devices that no Megatron process has."""
+        pool, tp = self.pools[self.config.roles.rollout.pool], self.config.roles.rollout.tp
+        log = self._log_file(f"rollout-engine{index}")
+        actor = pool.start(RolloutProcess, index, tp, log, environment=worker_environment(self.config))
+        return Member(actor, Place("rollout", index, pool.name, "?", log))
+
+    def engines_beside(self, hosts: Sequence[Member]) -> list[Member]:
+        """Engines on the devices of a pool's Megatron processes."""
+        pool, tp = self.pools[self.config.roles.rollout.pool], self.config.roles.rollout.tp
+        members = []
+        for index in range(len(hosts) // tp):
+            devices = [host.device for host in hosts[index * tp : (index + 1) * tp]]
+            environment = worker_environment(self.config, CUDA_VISIBLE_DEVICES=",".join(devices))
+            log = self._log_file(f"rollout-engine{index}")
+            actor = pool.start_beside(RolloutProcess, index * tp, tp, log, environment=environment)
+            members.append(Member(actor, Place("rollout", index, pool.name, "?", log)))
+        return members
+
+    def rewards(self) -> list[Member]:
+        log = self._log_file("reward")
+        # On the driver's node, and without a reserved CPU: pools may have reserved them all.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        environment = worker_environment(self.config, CUDA_VISIBLE_DEVICES="")
+        remote: Any = ray.remote(RewardProcess)
+        options = {"num_cpus": 0, "scheduling_strategy": here, "runtime_env": {"env_vars": environment}}
+        return [Member(remote.options(**options).remote(log), Place("reward", 0, "driver", "?", log))]
+
+    def engine_devices(self, engines: tuple[Member, ...]) -> list[Device]:
+        """Devices of a pool that engines have for themselves."""
+        (found,) = self.calls.gather(Group(engines, self.calls).each("devices", lambda _: ()))
+        return [device for devices in found for device in devices]
 
 
 def flight_recorder(file: str) -> dict[str, str]:

@@ -6,12 +6,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from megappo.config.ppo import PPOConfig
 from megappo.config.roles import RolesConfig
 from megappo.config.run import DataConfig, PoolConfig, RunConfig
 from megappo.strict_yaml import Reader, dump, expected, fields_of, key, parse, to_plain
+
+Schema = TypeVar("Schema")
 
 
 class ConfigError(ValueError):
@@ -23,7 +25,7 @@ class ConfigError(ValueError):
         doubtful: the keys in ``partial`` whose values are not what the user meant.
     """
 
-    def __init__(self, problems: Sequence[str], partial: Config | None = None, doubtful: Sequence[str] = ()) -> None:
+    def __init__(self, problems: Sequence[str], partial: Any = None, doubtful: Sequence[str] = ()) -> None:
         super().__init__("\n".join(problems))
         self.problems = tuple(problems)
         self.partial = partial
@@ -53,28 +55,34 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: listing every unknown key, wrong type, value out of range, missing key and duplicate at once.
     """
+    return read_config(Config, path, overrides)
+
+
+def read_config(schema: type[Schema], path: str | Path, overrides: Sequence[str] = ()) -> Schema:
+    """Read a YAML file as any dataclass of configuration; see :func:`load_config`."""
     problems: list[str] = []
+    sections: Any = schema
     raw = _read(path, problems)
     if not isinstance(raw, dict):
-        raise ConfigError(problems or [f"{path}: holds no mapping: give sections {', '.join(fields_of(Config))}"])
+        raise ConfigError(problems or [f"{path}: holds no mapping: give sections {', '.join(fields_of(sections))}"])
     for text in overrides:
         _override(raw, text, problems)
     reader = Reader()
-    config = reader.section(Config, raw)
+    config: Any = reader.section(schema, raw)
     problems += reader.problems
     if problems:
         raise ConfigError(problems, None if config is MISSING else config, tuple(reader.doubtful))
     return config
 
 
-def dump_config(config: Config) -> str:
+def dump_config(config: Any) -> str:
     """The resolved configuration as YAML, every default written out; :func:`load_config` reads it back equal."""
     return dump(to_plain(config))
 
 
-def describe_config() -> Iterator[tuple[str, str, str, str]]:
+def describe_config(schema: Any = Config) -> Iterator[tuple[str, str, str, str]]:
     """(dotted key, legal values, default or ``required``, help) of every key; ``NAME`` stands for a name of choice."""
-    return _describe(Config, "")
+    return _describe(schema, "")
 
 
 def _describe(cls: Any, prefix: str) -> Iterator[tuple[str, str, str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from megappo.reward_reference import absolute_reference
@@ -19,14 +19,23 @@ Verify = Literal["off", "sample", "full"]
 
 Carrier = Literal["auto", "gloo"]
 
+Normalize = Literal["none", "batch", "running"]
+
 Sleep = Literal["off", "offload", "drop"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class MegatronRoleConfig:
-    """A role on Megatron ranks. Its data-parallel size is what is left of the pool: devices / (tp * pp)."""
+TRAINED = frozenset({"actor", "critic"})
+"""The Megatron roles that learn; the others only score."""
 
-    pool: str = key("name of the pool it runs in")
+SCALAR_HEAD = frozenset({"critic", "reward"})
+"""The Megatron roles whose model ends in one number a token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronSizes:
+    """How a role is laid out on Megatron ranks. Its data-parallel size is what is left: devices / (tp * pp)."""
+
+    pool: str | None = key("name of the pool that the reward model runs in; null: there is none", None)
     tp: int = key("tensor parallel size", 1, at_least=1)
     pp: int = key("pipeline parallel size", 1, at_least=1)
     sequence_parallel: bool = key("split activations along the sequence between tensor parallel ranks", False)
@@ -40,6 +49,13 @@ class MegatronRoleConfig:
         "none",
     )
     model: str | None = key("a model folder of its own", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronRoleConfig(MegatronSizes):
+    """A role on all Megatron ranks of a pool."""
+
+    pool: str = key("name of the pool it runs in")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +95,64 @@ class SandboxConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig:
-    """Functions are ``package.module`` (holding ``compute_score``), ``package.module:name`` or ``file.py:name``."""
+class RewardWeights:
+    """What a score is made of; a part of weight 0 is not computed."""
+
+    function: float = key("weight of the reward function's score", 1.0)
+    model: float = key("weight of the reward model's score", 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthPenaltyConfig:
+    """Taken off the score: ``per_token`` for each token of a response beyond the first ``after``."""
+
+    per_token: float = key("score that each further token costs; 0: none", 0.0, at_least=0)
+    after: int = key("tokens of a response that cost nothing", 0, at_least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(MegatronSizes):
+    """Functions are ``package.module`` (holding ``compute_score``), ``package.module:name`` or ``file.py:name``.
+
+    With ``pool`` and ``model`` there is a reward model on Megatron ranks, beside the functions or instead of them.
+    """
 
     function: str | None = key("reward function of all data sources that by_source does not name", None)
     by_source: Mapping[str, str] = key("reward function of each data_source", {})
     timeout_s: float = key("seconds one response may take to score", 10.0, above=0)
     processes: int = key("processes that score", 2, at_least=1)
     sandbox: SandboxConfig = key("where code that the model wrote runs", SandboxConfig())
+    weights: RewardWeights = key("how functions and model make up a score", RewardWeights())
+    weights_by_source: Mapping[str, RewardWeights] = key("the same for some data sources", {})
+    length_penalty: LengthPenaltyConfig = key("what long responses cost", LengthPenaltyConfig())
+    normalize: Normalize = key(
+        "give scores mean 0 and variance 1 in training: over each batch, or over all steps so far", "none"
+    )
+    clip: float | None = key("largest size of a score in training, after normalize; null: any", None, above=0)
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether any reward function is named."""
+        return self.function is not None or bool(self.by_source)
+
+    @property
+    def on_megatron(self) -> MegatronRoleConfig | None:
+        """The reward model as a role, if there is one."""
+        if self.pool is None:
+            return None
+        return MegatronRoleConfig(**{each.name: getattr(self, each.name) for each in fields(MegatronSizes)})
+
+    def laid_out(self, role: MegatronRoleConfig) -> RewardConfig:
+        """The same with the reward model on another pool, or in other sizes."""
+        return replace(self, **{each.name: getattr(role, each.name) for each in fields(MegatronSizes)})
+
+    def weights_of(self, source: str) -> RewardWeights:
+        """Weights of what there is for a data source; 0 for what there is not."""
+        wanted = self.weights_by_source.get(source, self.weights)
+        has_function = self.function is not None or source in self.by_source
+        return RewardWeights(
+            function=wanted.function if has_function else 0.0, model=0.0 if self.pool is None else wanted.model
+        )
 
     def absolute(self) -> RewardConfig:
         """The same with absolute paths of files, for a process that runs in another directory."""
@@ -107,4 +173,5 @@ class RolesConfig:
     def megatron(self) -> dict[str, MegatronRoleConfig]:
         """The roles on Megatron ranks, by name."""
         roles = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
+        roles["reward"] = self.reward.on_megatron
         return {name: role for name, role in roles.items() if role is not None}

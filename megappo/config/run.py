@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from megappo.config.guards import KeepBestConfig
 from megappo.strict_yaml import key
@@ -48,7 +49,20 @@ class DataConfig:
         "longer prompts: leave out, or keep their last max_prompt tokens", "filter"
     )
     shuffle: bool = key("shuffle the prompts of each epoch", True)
+    replay: tuple[str, ...] = key(
+        "dumped or scored batches that the steps train on, one after the other, instead of generating", ()
+    )
     validation_prompts: int = key("validation prompts used; 0: all", 0, at_least=0)
+
+
+class Devices(Protocol):
+    """Whatever has a run and its devices."""
+
+    @property
+    def run(self) -> RunConfig: ...
+
+    @property
+    def pools(self) -> Mapping[str, PoolConfig]: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ class Options:
     Attributes:
         to: "hf" or "megatron"; by default the one that the source is not.
         tp, pp: to Megatron: whose ranks' parts the files will be.
-        role: of a run's checkpoint.
+        role: of a run's checkpoint; by default the actor, or the reward model of reward-train.
         model: folder of the config and tokenizer of a Megatron checkpoint that does not say.
         dtype: "bfloat16", "float16" or "float32"; by default the weights' own.
         shard_gb: to Hugging Face: limit of a shard, in 10^9 bytes.
@@ -39,7 +39,7 @@ class Options:
     to: str | None = None
     tp: int = 1
     pp: int = 1
-    role: str = "actor"
+    role: str | None = None
     model: str | None = None
     dtype: str | None = None
     shard_gb: float = 4.0
@@ -85,7 +85,8 @@ def _write(found: Source, folder: Path, options: Options, record: dict[str, Any]
         work = ToMegatron(found.folder, dtype, Layout(tp=options.tp, pp=options.pp), bucket_bytes)
     else:
         shard_bytes = int(options.shard_gb * 1e9)
-        work = ToHuggingFace(found.folder, found.model_folder, dtype, shard_bytes, bucket_bytes)
+        scores = found.folder.name == "reward"
+        work = ToHuggingFace(found.folder, found.model_folder, dtype, shard_bytes, bucket_bytes, scores=scores)
     check_destination(folder, overwrite=options.overwrite, needed_bytes=work.num_bytes)
     try:
         with writing(folder, record) as partial:

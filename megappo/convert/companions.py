@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -41,23 +42,37 @@ def copy_companions(source: Path, destination: Path) -> None:
             shutil.copyfile(path, destination / path.name)
 
 
+Head = Literal["language-model", "value", "score"]
+"""What weights end in: logits, a number a token (critic), or a number a sequence (reward model)."""
+
+ENDINGS: Mapping[Head, str] = {
+    "language-model": "ForCausalLM",
+    "value": "ForTokenClassification",
+    "score": "ForSequenceClassification",
+}
+
+
 def says_scalar_head(folder: Path) -> bool:
     """Whether ``config.json`` says that the weights end in a scalar head."""
+    return _head(folder) not in (None, "language-model")
+
+
+def _head(folder: Path) -> Head | None:
     architectures = json.loads((folder / "config.json").read_text()).get("architectures") or []
-    return any(name.endswith(("ForTokenClassification", "ForSequenceClassification")) for name in architectures)
+    return next((head for head, end in ENDINGS.items() if any(name.endswith(end) for name in architectures)), None)
 
 
-def fit_config(folder: Path, dtype: torch.dtype, *, scalar_head: bool) -> None:
+def fit_config(folder: Path, dtype: torch.dtype, *, head: Head) -> None:
     """Have ``config.json`` say which dtype and which head the weights have; where it does, it stays as it is."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     changes: dict[str, Any] = {key: _name(dtype) for key in ("dtype", "torch_dtype") if key in config}
-    if scalar_head != says_scalar_head(folder):
+    says = _head(folder) or "language-model"
+    if head != says and (head, says) != ("value", "score"):  # which have the same weights
         architecture = known_families()[config["model_type"]].architecture
-        if scalar_head:
-            architecture = architecture.replace("ForCausalLM", "ForTokenClassification")
-            changes |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
-        changes["architectures"] = [architecture]
+        changes["architectures"] = [architecture.replace("ForCausalLM", ENDINGS[head])]
+        if head != "language-model":
+            changes |= {"id2label": {"0": head}, "label2id": {head: 0}}
     if any(config.get(key) != value for key, value in changes.items()):
         path.write_text(json.dumps({**config, **changes}, indent=2) + "\n")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.checkpoints import Checkpoints
-from megappo.config import ConfigError, load_config
+from megappo.config import ConfigError, load_config, load_supervised
 from megappo.models.spec import ModelError
 
 COMPANIONS = "huggingface"
@@ -32,11 +32,15 @@ class Source:
         return sorted(path for pattern in patterns for path in self.folder.glob(pattern))
 
 
-def find_source(path: Path, role: str, model: Path | None) -> Source:
+ROLES = ("actor", "critic", "reward")
+"""Whose weights a run's checkpoint may hold."""
+
+
+def find_source(path: Path, role: str | None, model: Path | None) -> Source:
     """Recognise what is at ``path``.
 
     Args:
-        role: which role's weights, where a run's checkpoint holds several.
+        role: which role's weights, where a run's checkpoint holds several; by default the actor's.
         model: folder of the config and tokenizer that belong to a Megatron checkpoint, if given.
 
     Raises:
@@ -47,17 +51,17 @@ def find_source(path: Path, role: str, model: Path | None) -> Source:
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
         return Source("hf", path, path)
     checkpoint = _checkpoint(path, role)
-    return Source("megatron", checkpoint, model or _model_folder(checkpoint, role))
+    return Source("megatron", checkpoint, model or _model_folder(checkpoint, role or checkpoint.name))
 
 
-def _checkpoint(path: Path, role: str) -> Path:
+def _checkpoint(path: Path, role: str | None) -> Path:
     """The ``torch_dist`` folder that is meant by ``path``."""
     if (path / ".metadata").is_file():
         return path
-    if any((path / part / ".metadata").is_file() for part in ("actor", "critic")):  # RUN/checkpoints/step_N
+    if held := [name for name in ROLES if (path / name / ".metadata").is_file()]:  # RUN/checkpoints/step_N
+        role = role or ("reward" if held == ["reward"] else "actor")
         if not (path / role / ".metadata").is_file():
-            have = ", ".join(sorted(part.name for part in path.iterdir() if (part / ".metadata").is_file())) or "none"
-            raise ModelError([f"{path}: has no weights of --role {role}: it has those of {have}"])
+            raise ModelError([f"{path}: has no weights of --role {role}: it has those of {', '.join(held)}"])
         return path / role
     for folder in (path / "checkpoints", path):  # RUN, RUN/checkpoints
         latest = Checkpoints(folder, keep=1).latest()
@@ -105,9 +109,20 @@ def _model_folder(checkpoint: Path, role: str) -> Path:
     if path is None or not path.is_file():
         raise ModelError([f"{checkpoint}: does not say which model it is: {fix}"])
     try:
-        folder = Path(load_config(path).model_folder(role))
+        folder = Path(_configured_folder(path, role))
     except (ConfigError, KeyError) as error:
         raise ModelError([f"{path}: does not say which model {role} is ({error}): {fix}"]) from None
     if not (folder / "config.json").is_file():
         raise ModelError([f"{path}: names the model {folder}, which is not there: {fix}"])
     return folder
+
+
+def _configured_folder(config: Path, role: str) -> str:
+    """The model that a run's configuration names, be it of PPO or of training on given responses."""
+    try:
+        return load_config(config).model_folder(role)
+    except ConfigError as error:
+        try:
+            return load_supervised(config).model_folder
+        except ConfigError:
+            raise error from None

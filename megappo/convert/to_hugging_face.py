@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megappo.convert.companions import copy_companions, fit_config
+from megappo.convert.companions import Head, copy_companions, fit_config
 from megappo.convert.share import shared
 from megappo.models.parameters import LM_HEAD, Split
 from megappo.models.spec import ModelError, read_model_spec
@@ -61,14 +61,23 @@ class ToHuggingFace:
         dtype: of the weights; the checkpoint's own by default.
         shard_bytes: limit of a shard.
         bucket_bytes: limit of the memory of a process.
+        scores: a scalar head is that of a reward model, which scores whole sequences.
 
     Raises:
         ModelError: the checkpoint cannot be used, or does not fit ``config.json``; every reason is listed.
     """
 
     def __init__(
-        self, folder: Path, model_folder: Path, dtype: torch.dtype | None, shard_bytes: int, bucket_bytes: int
+        self,
+        folder: Path,
+        model_folder: Path,
+        dtype: torch.dtype | None,
+        shard_bytes: int,
+        bucket_bytes: int,
+        *,
+        scores: bool = False,
     ) -> None:
+        self.scores = scores
         self.folder, self.model_folder = folder, model_folder
         self.shard_bytes, self.bucket_bytes = shard_bytes, bucket_bytes
         self.spec = read_model_spec(model_folder)
@@ -86,6 +95,11 @@ class ToHuggingFace:
         }
         self.num_bytes = sum(prod(shape) * dtype.itemsize for dtype, shape in self.forms.values())
 
+    @property
+    def head(self) -> Head:
+        """What the weights end in."""
+        return "language-model" if not self.scalar_head else "score" if self.scores else "value"
+
     def write(self, destination: Path, processes: int) -> None:
         """Write the folder into an empty one."""
         places = make_room(destination, self.forms, self.shard_bytes)
@@ -93,7 +107,7 @@ class ToHuggingFace:
         shared(copy, self.parts, [part.num_bytes for part in self.parts], processes)
         copy_companions(self.model_folder, destination)
         widest = max((dtype for dtype, _ in self.forms.values()), key=lambda dtype: dtype.itemsize)
-        fit_config(destination, widest, scalar_head=self.scalar_head)
+        fit_config(destination, widest, head=self.head)
 
 
 def _parts(chunk: Chunk, tensors: Mapping[str, MegatronTensor]) -> list[Part]:

@@ -25,6 +25,7 @@ SCHEMA = pa.schema(
         ("ground_truth", pa.string()),
         ("extra_info", pa.string()),
         ("prompt_text", pa.string()),
+        ("messages", pa.string()),
     ]
 )
 REQUIRED = ("data_source", "prompt", "reward_model")
@@ -41,8 +42,9 @@ class PromptSet:
     """The prompts of one or several files, ready to generate from.
 
     `table` has a row a prompt: `prompt_index` int64 (the row's own position), `data_source` string, `prompt_ids`
-    list<int32>, `ground_truth` string (JSON where it is not a string), `extra_info` string (JSON), and `prompt_text`
-    string (what the model sees, before tokenization). `report` says for people what was read, one line a file.
+    list<int32>, `ground_truth` string (JSON where it is not a string), `extra_info` string (JSON), `prompt_text`
+    string (what the model sees, before tokenization) and `messages` string (the chat messages as JSON, null where the
+    prompt is a plain string). `report` says for people what was read, one line a file.
     """
 
     table: pa.Table
@@ -83,13 +85,13 @@ def load_prompts(
     longest = 0
     for path in map(Path, files):
         total = over = 0
-        for first_row, rows in _read(path):
-            texts, ids = _tokenize(path, first_row, [row["prompt"] for row in rows], tokenizer)
+        for first_row, rows in read_rows(path, REQUIRED, OPTIONAL):
+            texts, ids = tokenize_prompts(path, first_row, [row["prompt"] for row in rows], tokenizer)
             for offset, (row, text, tokens) in enumerate(zip(rows, texts, ids, strict=True)):
                 where = f"{path}, row {first_row + offset}"
                 if not tokens:
                     raise DataError(f"{where} (counting from 0): the prompt is empty; remove the row")
-                truth = _ground_truth(where, row["reward_model"])
+                truth = ground_truth(where, row["reward_model"])
                 source = row["data_source"]
                 if not isinstance(source, str):
                     raise DataError(f"{where}: data_source is {source!r}; it must be a string")
@@ -100,11 +102,9 @@ def load_prompts(
                         continue
                     tokens = tokens[-max_prompt:]
                     text = tokenizer.decode(tokens)
-                columns["data_source"].append(source)
                 columns["prompt_ids"].append(tokens)
-                columns["ground_truth"].append(truth)
-                columns["extra_info"].append(_json(row.get("extra_info") or {}))
-                columns["prompt_text"].append(text)
+                for name, value in prompt_columns(row, text, truth).items():
+                    columns[name].append(value)
             total += len(rows)
         if total == 0:
             raise DataError(f"{path}: no rows; name a file with at least one prompt")
@@ -120,8 +120,14 @@ def load_prompts(
     return PromptSet(pa.table(columns, schema=SCHEMA), "\n".join(report))
 
 
-def _read(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Batches of rows as Python objects, each with the number of its first row in the file."""
+def read_rows(
+    path: Path, required: Sequence[str], optional: Sequence[str]
+) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Batches of a parquet file's rows as Python objects, each with the number of its first row in the file.
+
+    Raises:
+        DataError: a file that is missing or no parquet file, or lacks a required column.
+    """
     if not path.exists():
         raise DataError(f"{path}: no such file; check data.train, data.validation and data.canary")
     if path.is_dir():
@@ -129,13 +135,13 @@ def _read(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     try:
         with pq.ParquetFile(path) as file:
             present = file.schema_arrow.names
-            missing = [name for name in REQUIRED if name not in present]
+            missing = [name for name in required if name not in present]
             if missing:
                 raise DataError(
                     f"{path}: missing column {', '.join(missing)}; it has {', '.join(present) or 'none'}; "
-                    f"it needs {', '.join(REQUIRED)}"
+                    f"it needs {', '.join(required)}"
                 )
-            names = [name for name in (*REQUIRED, *OPTIONAL) if name in present]
+            names = [name for name in (*required, *optional) if name in present]
             row = 0
             for batch in file.iter_batches(BATCH_ROWS, columns=names):
                 yield row, batch.to_pylist()
@@ -145,10 +151,14 @@ def _read(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
         raise DataError(f"{path}: truncated, or not a parquet file ({reason}); write it again") from error
 
 
-def _tokenize(
+def tokenize_prompts(
     path: Path, first_row: int, prompts: list[str | list[dict[str, Any]]], tokenizer: Any
 ) -> tuple[list[str], list[list[int]]]:
-    """The rendered text and the token ids of each prompt."""
+    """The rendered text and the token ids of each prompt: chat messages or a plain string.
+
+    Raises:
+        DataError: an empty prompt, or messages that cannot be rendered, named by file and row.
+    """
     texts: list[str] = []
     chat: list[bool] = []
     for row, prompt in enumerate(prompts, first_row):
@@ -182,15 +192,34 @@ def _render(where: str, messages: Any, tokenizer: Any) -> str:
             f"{where}: the prompt is {str(messages)[:80]!r}; it must be a string or a list of messages, "
             "each with a role and a content that are strings"
         )
-    # Arrow gives every message the fields of all others, as nulls.
-    conversation = [{key: value for key, value in m.items() if value is not None} for m in messages]
     try:
-        return tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        return tokenizer.apply_chat_template(conversation(messages), add_generation_prompt=True, tokenize=False)
     except Exception as error:  # templates raise what they like (roles that do not alternate, say)
         raise DataError(f"{where}: the chat template refuses the messages: {error}") from error
 
 
-def _ground_truth(where: str, reward_model: Any) -> str:
+def prompt_columns(row: dict[str, Any], text: str, truth: str) -> dict[str, str | None]:
+    """What a prompt set keeps of a row beside its tokens, by column of :data:`SCHEMA`."""
+    return {
+        "data_source": row["data_source"],
+        "ground_truth": truth,
+        "extra_info": _json(row.get("extra_info") or {}),
+        "prompt_text": text,
+        "messages": None if isinstance(row["prompt"], str) else _json(conversation(row["prompt"])),
+    }
+
+
+def conversation(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Chat messages without the nulls of Arrow, which gives every message the fields of all others."""
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+def ground_truth(where: str, reward_model: Any) -> str:
+    """The answer in a ``reward_model`` struct, as JSON where it is no string.
+
+    Raises:
+        DataError: there is none.
+    """
     if reward_model is not None and not (isinstance(reward_model, dict) and "ground_truth" in reward_model):
         raise DataError(f"{where}: reward_model is {str(reward_model)[:80]!r}; it must be a struct with ground_truth")
     truth = None if reward_model is None else reward_model["ground_truth"]

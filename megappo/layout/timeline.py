@@ -11,7 +11,7 @@ DRIVER = "driver"
 STEP: Sequence[Sequence[str]] = (
     (GENERATE,),
     (SLEEP,),
-    ("old_log_prob", "values", "ref"),
+    ("old_log_prob", "values", "ref", "reward_model"),
     (ADVANTAGES,),
     ("update_critic", "update_actor"),
     (WAKE,),
@@ -26,6 +26,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "old_log_prob": ("actor",),
     "values": ("critic",),
     "ref": ("reference",),
+    "reward_model": ("reward",),
     ADVANTAGES: (DRIVER,),
     "update_critic": ("critic",),
     "update_actor": ("actor",),

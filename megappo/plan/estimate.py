@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megappo.config import Config, MegatronRoleConfig
+from megappo.config import SCALAR_HEAD, Config, MegatronRoleConfig
 from megappo.fit import item_bytes, role_layout, rollout_memory, stage_memory
 from megappo.layout import passes
 from megappo.layout.devices import DeviceProfile
@@ -22,7 +22,7 @@ SLEEP_S, WAKE_S = 1.3, 0.07
 """Seconds in which vLLM gives up its memory and takes it back, beside what is copied (seen on an H200)."""
 HOST, MAPPING = "host memory", "giving memory up and back"
 
-SCORES = {"actor": "old_log_prob", "critic": "values", "reference": "ref"}
+SCORES = {"actor": "old_log_prob", "critic": "values", "reference": "ref", "reward": "reward_model"}
 UPDATES = {"actor": "update_actor", "critic": "update_critic"}
 
 
@@ -113,7 +113,7 @@ def role_phases(
     use = passes.PassUse(
         vocabulary=megatron_vocabulary(spec.vocab_size, role.tp),
         item_bytes=item_bytes(config),
-        scalar_head=name == "critic",
+        scalar_head=name in SCALAR_HEAD,
         recompute=role.recompute,
         micro_batch_tokens=role.micro_batch_tokens,
         length=work.prompt + work.response - 1,

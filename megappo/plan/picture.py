@@ -15,6 +15,7 @@ COLORS = {
     "old_log_prob": "#72b7b2",
     "values": "#eeca3b",
     "ref": "#9d755d",
+    "reward_model": "#ff9da6",
     "adv": "#b279a2",
     "update_critic": "#f58518",
     "update_actor": "#e45756",

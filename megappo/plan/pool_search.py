@@ -93,6 +93,7 @@ class PoolSearch:
         self.config, self.device, self.work, self.per_node = config, device, work, per_node
         self.specs = {name: read_model_spec(config.model_folder(name)) for name in config.roles.megatron}
         self.room = int(MARGIN * device.memory)
+        self.few = len(self.specs) > 3  # what is tried together grows with the power of the roles
         self.tried = 0
         self.lacks: dict[tuple[tuple[str, ...], int], Lack] = {}
         self.best = cache(self._best)
@@ -168,7 +169,8 @@ class PoolSearch:
         fitting = [choice for choice in by_time if choice.working + CONTEXT + WORKSPACE <= self.room]
         small = sorted(choices, key=lambda choice: (choice.resting, choice.seconds))
         smallest = sorted(choices, key=lambda choice: (choice.working, choice.seconds))
-        return list({id(one): one for one in (*fitting[:KEPT], *small[:2], *smallest[:2])}.values())
+        most, least = (KEPT // 2, 1) if self.few else (KEPT, 2)
+        return list({id(one): one for one in (*fitting[:most], *small[:least], *smallest[:least])}.values())
 
     # --- together --------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from megappo.plan.sync import rough_sync
 
 PARTS = 16
 """Pools have sizes of about one part in so many of all devices."""
-POOL_NAMES = {"actor": "train", "critic": "value", "reference": "score", "rollout": "serve"}
+POOL_NAMES = {"actor": "train", "critic": "value", "reference": "score", "reward": "reward", "rollout": "serve"}
 """A pool is named after the first of its roles."""
 
 Split = tuple[tuple[tuple[str, ...], int], ...]
@@ -145,7 +145,9 @@ def as_config(config: Config, search: PoolSearch, split: Split) -> Config:
         assert share is not None
         pool = "all" if len(split) == 1 else POOL_NAMES[names[0]]
         pools[pool] = search.pool(devices)
-        sections |= {name: replace(role, pool=pool) for name, role in share.roles.items()}
+        for name, role in share.roles.items():
+            placed = replace(role, pool=pool)
+            sections[name] = config.roles.reward.laid_out(placed) if name == "reward" else placed
         if share.rollout is not None:
             sections["rollout"] = replace(share.rollout, pool=pool)
     return replace(config, pools=pools, roles=replace(config.roles, **sections))

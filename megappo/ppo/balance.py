@@ -9,6 +9,9 @@ import heapq
 import random
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 
 def mini_batches(num_rows: int, size: int, seed: int | str | None = None) -> list[list[int]]:
     """Split rows 0 .. num_rows-1 into mini-batches of `size` rows; the last may be smaller, no row is dropped.
@@ -91,6 +94,16 @@ def pack_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
         if all(sum(lengths[row] for row in rows) <= budget for rows in bins):
             return bins
     return fallback
+
+
+def unit_sums(lengths: npt.NDArray, unit: int) -> npt.NDArray:
+    """Tokens of each unit of ``unit`` rows in a row, int64 [rows / unit]."""
+    return lengths.reshape(-1, unit).sum(axis=1)
+
+
+def unit_rows(units: Sequence[int] | npt.NDArray, unit: int) -> npt.NDArray:
+    """The rows of some units, int64 [units * unit]."""
+    return (np.asarray(units, dtype=np.int64)[:, None] * unit + np.arange(unit)).reshape(-1)
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:

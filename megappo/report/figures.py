@@ -14,6 +14,7 @@ PHASES = {
     "old_log_prob": "actor log-probs",
     "ref": "reference log-probs",
     "values": "critic values",
+    "reward_model": "reward model",
     "adv": "advantages",
     "update_critic": "update critic",
     "update_actor": "update actor",
@@ -23,7 +24,7 @@ PHASES = {
     "testing": "validation",
     "save_checkpoint": "checkpoint",
 }
-COMPUTING = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor")
+COMPUTING = ("gen", "old_log_prob", "ref", "values", "reward_model", "update_critic", "update_actor")
 """The phases that run a model."""
 PREDICTED = "predicted"
 """Lines whose names end so are dashed."""

@@ -1,4 +1,4 @@
-"""What reward functions returned beside the score."""
+"""What a score was made of, and what reward functions returned beside it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from megappo.data import batch
+from megappo.rewards.mix import PARTS
 
 
 def reward_extras(rows: pa.Table) -> dict[str, npt.NDArray[np.float64]]:
-    """The numbers that reward functions returned beside the score, by name: float64 [rows], nan where there is none.
+    """The parts of a score, and the numbers that functions returned beside it, by name: float64 [rows], nan for none.
 
     A row whose reward failed counts as 0, as its score does, in every number that other rows of its source have.
     """
@@ -27,7 +28,9 @@ def reward_extras(rows: pa.Table) -> dict[str, npt.NDArray[np.float64]]:
     for row in np.flatnonzero(failed):
         parsed[row] = dict.fromkeys(known[sources[row]], 0.0)
     names = sorted(set().union(*known.values()))
-    return {name: np.array([extras.get(name, np.nan) for extras in parsed], dtype=float) for name in names}
+    numbers = {name: np.array([extras.get(name, np.nan) for extras in parsed], dtype=float) for name in names}
+    parts = {name: batch.column(rows, column) for column, name in PARTS.items() if column in rows.column_names}
+    return {**numbers, **{name: values.astype(float) for name, values in parts.items()}}
 
 
 def predictions(rows: pa.Table) -> npt.NDArray:

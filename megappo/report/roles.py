@@ -28,9 +28,9 @@ def describe_roles(config: Mapping[str, Any]) -> list[RoleRow]:
 
 def _describe(name: str, role: Mapping[str, Any], pools: Mapping[str, Any]) -> RoleRow:
     pool = role.get("pool")
+    functions = [role.get("function"), *_mapping(role.get("by_source")).values()]
+    named = ", ".join(dict.fromkeys(str(function) for function in functions if function))
     if pool is None:
-        functions = [role.get("function"), *_mapping(role.get("by_source")).values()]
-        named = ", ".join(dict.fromkeys(str(function) for function in functions if function))
         return RoleRow(name, "driver", f"{role.get('processes', 1)} processes: {named}", 0)
     sizes = _mapping(pools.get(pool))
     devices = _integer(sizes.get("nodes")) * _integer(sizes.get("devices_per_node"))
@@ -40,7 +40,7 @@ def _describe(name: str, role: Mapping[str, Any], pools: Mapping[str, Any]) -> R
         layout = f"{copies} engine{'' if copies == 1 else 's'} x TP{tp}"
     else:
         layout = f"TP{tp} x PP{pp} x DP{copies}" + (" + SP" if role.get("sequence_parallel") else "")
-    return RoleRow(name, str(pool), layout, devices)
+    return RoleRow(name, str(pool), f"{layout}, and {named}" if named else layout, devices)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megappo.config import Config
+from megappo.config import SCALAR_HEAD, Config
 from megappo.layout.flops import BACKWARD, Shape, forward_flops
 from megappo.models.spec import read_model_spec
 
@@ -26,6 +26,7 @@ PASSES: Mapping[str, tuple[str, bool]] = {
     "old_log_prob": ("actor", False),
     "ref": ("reference", False),
     "values": ("critic", False),
+    "reward_model": ("reward", False),
     "update_actor": ("actor", True),
     "update_critic": ("critic", True),
 }
@@ -40,7 +41,7 @@ def speed_workers(config: Config) -> dict[str, Worker]:
         role: Worker(
             read_model_spec(config.model_folder("actor" if role == "rollout" else role)),
             config.pools[pool].devices,
-            scalar_head=role == "critic",
+            scalar_head=role in SCALAR_HEAD,
         )
         for role, pool in pools.items()
     }

@@ -74,7 +74,8 @@ def batch_metrics(rows: pa.Table, max_prompt: int, max_response: int) -> Metrics
     if LOSS_MASK in rows.column_names:
         out["response_length/produced_ratio"] = float(mask.mean())
     for name, extra in reward_extras(rows).items():
-        out[f"reward/{name}/mean"] = float(np.nanmean(extra))
+        if not np.isnan(extra).all():
+            out[f"reward/{name}/mean"] = float(np.nanmean(extra))
     return out
 
 
@@ -109,7 +110,8 @@ def busy_seconds(intervals: Iterable[Interval]) -> float:
 
 PHASES: Mapping[tuple[str, str], str] = {
     ("rollout", "generate"): "gen",
-    ("reward", "score"): "reward",
+    ("reward", "run_functions"): "reward",
+    ("reward", "score"): "reward_model",
     ("actor", "score"): "old_log_prob",
     ("reference", "score"): "ref",
     ("critic", "score"): "values",

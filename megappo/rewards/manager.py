@@ -58,16 +58,19 @@ class RewardManager:
         """Raise RewardError, naming the sources known, where one of `sources` has no function."""
         check_sources(sources, self._has_default, self._by_source)
 
-    def score(self, table: pa.Table, texts: Sequence[str]) -> pa.Table:
+    def score(self, table: pa.Table, texts: Sequence[str], tokens: Sequence[Sequence[str]] | None = None) -> pa.Table:
         """Score the responses `texts`, one a row of `table`.
 
         Args:
             table: `id` int64, `data_source`, `ground_truth` and `extra_info` (JSON) strings; other columns are ignored.
+            tokens: the text of each token of each response, for functions that reward tokens.
 
         Returns:
             A row for each row, in the same order: `id` int64; `score` float32, 0 where the row failed; `failed` bool;
             `failure` string, empty or what went wrong ("timeout after 10 s", "ValueError: ...", "returned nan",
-            "killed by SIGSEGV"); `extras` string, the other numbers of the function's dict as JSON.
+            "killed by SIGSEGV"); `extras` string, the other numbers of the function's dict as JSON. Where some function
+            rewards tokens also `token_scores`, ragged float32, a number for each token of every response, which are
+            part of `score`.
 
         Raises:
             RewardError: a data source without a function; a process that cannot be started again.
@@ -79,12 +82,14 @@ class RewardManager:
         self.check_sources(sources)
         truths = table.column("ground_truth").to_pylist()
         infos = table.column("extra_info").to_pylist()
+        own = self._pool.rewards_tokens and tokens is not None
+        words = map(tuple, tokens) if own and tokens else [()] * len(texts)
         samples = [
-            Sample(source, text, truth, info or "{}")
-            for source, text, truth, info in zip(sources, texts, truths, infos, strict=True)
+            Sample(source, text, truth, info or "{}", each)
+            for source, text, truth, info, each in zip(sources, texts, truths, infos, words, strict=True)
         ]
         outcomes = self._pool.run(samples)
-        return pa.table(
+        scored = pa.table(
             {
                 "id": table.column("id"),
                 "score": [outcome.score for outcome in outcomes],
@@ -94,6 +99,11 @@ class RewardManager:
             },
             schema=SCHEMA,
         )
+        if not own:
+            return scored
+        pairs = zip(outcomes, samples, strict=True)
+        rewards = [outcome.token_scores or (0.0,) * len(sample.tokens) for outcome, sample in pairs]
+        return scored.append_column("token_scores", pa.array(rewards, pa.list_(pa.float32())))
 
     def close(self) -> None:
         """End the processes; the manager cannot be used after."""

@@ -29,6 +29,9 @@ MAX_CHUNK = 32
 class WorkerPool:
     """`processes` workers, started at once and replaced as they die.
 
+    Attributes:
+        rewards_tokens: whether some function takes the tokens of a response.
+
     Args:
         function, by_source, sandbox: as in RewardTable.
         timeout_s: seconds one sample may take; then its process is killed.
@@ -54,6 +57,7 @@ class WorkerPool:
             self._workers = [_Worker(*self._arguments) for _ in range(processes)]
             for worker in self._workers:
                 worker.wait_ready()
+            self.rewards_tokens = any(worker.rewards_tokens for worker in self._workers)
         except BaseException:
             self.close()
             raise
@@ -121,7 +125,7 @@ class _Worker:
         sandbox: Mapping[str, Any],
     ):
         self._timeout_s = timeout_s
-        self.ready = False
+        self.ready = self.rewards_tokens = False
         self.taken: deque[int] = deque()
         self.deadline = time.monotonic() + START_LIMIT_S
         ours, theirs = socket.socketpair()
@@ -169,8 +173,10 @@ class _Worker:
                 message = self.channel.recv()
                 if self.ready:
                     outcomes[self.taken.popleft()] = message
-                elif message:
+                elif isinstance(message, str):
                     raise RewardError(message)
+                else:
+                    self.rewards_tokens = message
                 self.ready = True
                 self.deadline = time.monotonic() + self._timeout_s
         except (EOFError, OSError):

@@ -5,7 +5,9 @@ A reward function has verl's signature, and is called by keyword:
     compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None)
         -> float | {"score": float, ...more numbers, which are logged}
 
-One that takes `sandbox` as well is given a `megappo.rewards.sandbox.Sandbox`, to run code that the model wrote.
+One that takes `sandbox` as well is given a `megappo.rewards.sandbox.Sandbox`, to run code that the model wrote; one
+that takes `response_tokens`, the text of each token of the response (the end-of-text token too), to give each a reward
+of its own: `token_scores`, a list of as many numbers, in a dict with or without a `score` for the last token.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from megappo.rewards.sandbox import open_sandbox
 RewardFunction = Callable[..., Any]
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 SANDBOX = "sandbox"  # the argument of functions that run code
+TOKENS = "response_tokens"  # the argument of functions that reward tokens
 
 
 class RewardError(ValueError):
@@ -49,6 +52,7 @@ class RewardTable:
     def __init__(self, function: str | None, by_source: Mapping[str, str], sandbox: Mapping[str, Any] | None = None):
         check_named(function, by_source)
         self._sandbox = functools.cache(lambda: open_sandbox(**(sandbox or {})))
+        self._for_tokens: set[RewardFunction] = set()
         self._default = None if function is None else self._resolve(function)
         self._by_source = {source: self._resolve(reference) for source, reference in by_source.items()}
 
@@ -57,11 +61,22 @@ class RewardTable:
         check_sources([data_source], self._default is not None, self._by_source)
         return self._by_source.get(data_source, self._default)  # type: ignore[return-value]
 
+    @property
+    def rewards_tokens(self) -> bool:
+        """Whether some function takes the tokens of a response."""
+        return bool(self._for_tokens)
+
+    def takes_tokens(self, reward: RewardFunction) -> bool:
+        """Whether this function does."""
+        return reward in self._for_tokens
+
     def _resolve(self, reference: str) -> RewardFunction:
         reward = resolve_reward(reference)
-        if SANDBOX not in _signature(reward).parameters:
-            return reward
-        return functools.partial(reward, **{SANDBOX: self._sandbox()})
+        wanted = _signature(reward).parameters
+        with_sandbox = functools.partial(reward, **{SANDBOX: self._sandbox()}) if SANDBOX in wanted else reward
+        if TOKENS in wanted:
+            self._for_tokens.add(with_sandbox)
+        return with_sandbox
 
 
 def check_named(function: str | None, by_source: Mapping[str, str]) -> None:
@@ -156,7 +171,7 @@ def _check_signature(reference: str, function: Any) -> None:
     if inspect.iscoroutinefunction(function):
         raise RewardError(f"reward {reference!r}: is async; {wanted} and return the score (use asyncio.run within)")
     signature = _signature(function)
-    names = (*ARGUMENTS, SANDBOX) if SANDBOX in signature.parameters else ARGUMENTS
+    names = (*ARGUMENTS, *(name for name in (SANDBOX, TOKENS) if name in signature.parameters))
     try:
         signature.bind(**dict.fromkeys(names))
     except TypeError as error:

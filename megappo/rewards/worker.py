@@ -9,33 +9,41 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import signal
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from megappo.rewards.resolve import RewardFunction, RewardTable
+from megappo.rewards.resolve import TOKENS, RewardFunction, RewardTable
 
 FLOAT32_MAX = 3.4028234663852886e38  # scores are stored as float32
+TOKEN_SCORES = "token_scores"  # key of a reward function's dict
 MAX_MESSAGE = 300  # characters of a failure
 
 
 class Sample(NamedTuple):
-    """What a reward function is called with; `extra_info` is JSON."""
+    """What a reward function is called with; `extra_info` is JSON, `tokens` the text of each token of the response."""
 
     data_source: str
     solution_str: str
     ground_truth: str
     extra_info: str
+    tokens: tuple[str, ...] = ()
 
 
 class Outcome(NamedTuple):
-    """`failure` is empty where the reward worked; `extras` has the other numbers of its dict, and `pred`, as JSON."""
+    """What a reward function gave.
+
+    `score` is all of it, `token_scores` the part that is each token's own, if any; `failure` is empty where the
+    function worked; `extras` has the other numbers of its dict, and `pred`, as JSON.
+    """
 
     score: float
     failure: str = ""
     extras: str = "{}"
+    token_scores: tuple[float, ...] = ()
 
 
 def serve(
@@ -48,7 +56,8 @@ def serve(
     """Score chunks until the channel closes.
 
     Args:
-        channel_fd: a duplex `Connection`. Received: list[Sample]. Sent: "" once ready, or a message and the end; then
+        channel_fd: a duplex `Connection`. Received: list[Sample]. Sent: once ready, whether
+            functions reward tokens; or a message and the end; then
             an Outcome for each sample, in order.
         life_fd: read end of a pipe whose write end only the parent holds.
         function, by_source, sandbox: as in RewardTable.
@@ -60,47 +69,71 @@ def serve(
     except ValueError as error:
         channel.send(str(error))
         return
-    channel.send("")
+    channel.send(rewards.rewards_tokens)
     try:
         while True:
             for sample in channel.recv():
-                channel.send(score(rewards.choose(sample.data_source), sample))
+                reward = rewards.choose(sample.data_source)
+                channel.send(score(reward, sample, with_tokens=rewards.takes_tokens(reward)))
     except (EOFError, OSError):  # the parent closed the channel
         return
 
 
-def score(reward: RewardFunction, sample: Sample) -> Outcome:
-    """Call a reward function; whatever it raises or returns becomes an Outcome."""
+def score(reward: RewardFunction, sample: Sample, *, with_tokens: bool = False) -> Outcome:
+    """Call a reward function, with the response's tokens if asked to; what it raises or returns becomes an Outcome."""
     try:
         result = reward(
             data_source=sample.data_source,
             solution_str=sample.solution_str,
             ground_truth=sample.ground_truth,
             extra_info=json.loads(sample.extra_info),
+            **({TOKENS: list(sample.tokens)} if with_tokens else {}),
         )
-        return judge(result)
+        return judge(result, len(sample.tokens) if with_tokens else 0)
     except BaseException as error:  # SystemExit too: it costs this sample only
         return Outcome(0.0, _cut(f"{type(error).__name__}: {error}"))
 
 
-def judge(result: Any) -> Outcome:
-    """The Outcome of what a reward function returned."""
+def judge(result: Any, tokens: int = 0) -> Outcome:
+    """The Outcome of what a reward function returned for a response of so many tokens."""
     extras: dict[str, float | str] = {}
     value = result
+    own: tuple[float, ...] = ()
     if isinstance(result, Mapping):
-        if "score" not in result:
+        if "score" not in result and TOKEN_SCORES not in result:
             return Outcome(0.0, _cut(f"returned a dict without 'score': its keys are {', '.join(map(str, result))}"))
-        value = result["score"]
-        numbers = {str(key): _number(item) for key, item in result.items() if key != "score"}
+        value = result.get("score", 0.0)
+        if TOKEN_SCORES in result:
+            try:
+                own = _token_scores(result[TOKEN_SCORES], tokens)
+            except ValueError as error:
+                return Outcome(0.0, _cut(f"returned {error}"))
+        numbers = {str(key): _number(item) for key, item in result.items() if key not in ("score", TOKEN_SCORES)}
         extras = {key: item for key, item in numbers.items() if item is not None and abs(item) <= FLOAT32_MAX}
         if isinstance(result.get("pred"), str):
             extras["pred"] = _cut(result["pred"])
     number = _number(value)
     if number is None:
         return Outcome(0.0, _cut(f"returned {value!r}, not a number"))
+    number = math.fsum((number, *own))
     if not abs(number) <= FLOAT32_MAX:  # false for nan
         return Outcome(0.0, f"returned {number}")
-    return Outcome(number, "", json.dumps(extras))
+    return Outcome(number, "", json.dumps(extras), own)
+
+
+def _token_scores(given: Any, tokens: int) -> tuple[float, ...]:
+    """Raise ValueError, in words that follow "returned", unless it is a finite number for each token."""
+    if isinstance(given, str | Mapping) or not hasattr(given, "__iter__"):
+        raise ValueError(f"{TOKEN_SCORES} {given!r}, not a list of numbers")
+    if not tokens:
+        raise ValueError(f"{TOKEN_SCORES}, but takes no response_tokens to know how many")
+    numbers = [_number(item) for item in given]
+    if len(numbers) != tokens:
+        raise ValueError(f"{len(numbers)} {TOKEN_SCORES} for a response of {tokens} tokens")
+    wrong = [(at, item) for at, item in enumerate(numbers) if item is None or not abs(item) <= FLOAT32_MAX]
+    if wrong:
+        raise ValueError(f"{TOKEN_SCORES} with {wrong[0][1]} for token {wrong[0][0]}, not a number")
+    return tuple(item for item in numbers if item is not None)
 
 
 def _number(value: Any) -> float | None:

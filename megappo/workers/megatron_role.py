@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.data import batch
+from megappo.data.sequences import ending_rows
 from megappo.layout.legality import FP8_MULTIPLE
 from megappo.models.build import build_model
 from megappo.models.language_head import LanguageHead
@@ -20,6 +21,7 @@ from megappo.models.process_groups import device, make_process_groups
 from megappo.models.spec import read_model_spec
 from megappo.reshard.boxes import Box, megatron_boxes
 from megappo.reshard.files import load_weights
+from megappo.rewards.reading import make_reader
 from megappo.workers.micro_batch import MicroBatch, make_micro_batches
 from megappo.workers.objectives import Objective
 from megappo.workers.offload import Residence
@@ -126,6 +128,31 @@ class MegatronRole:
         """The scalar head's value before each response token: ``id``, ``values`` (ragged float32)."""
         return self._score(rows, lambda output_t1, micro: {"values": output_t1[micro.rows_n, 0]})
 
+    def scores(self, rows: pa.Table, *, tokenizer: str) -> pa.Table | None:
+        """The scalar head's value at the last token of each row's prompt and response.
+
+        Args:
+            rows: ``id`` and :data:`megappo.rewards.reading.COLUMNS`.
+            tokenizer: folder of the tokenizer of the rows; they are encoded again where the role's own is another.
+
+        Returns:
+            ``id``, ``score_model`` float32, and ``failure_model``: empty, or why a row could not be scored.
+        """
+        sequences = make_reader(tokenizer, self.settings.folder).sequences(rows)
+        longest = min(self.settings.micro_batch_tokens, self.spec.max_positions)
+        ids, fits = batch.column(rows, "id"), np.array([len(one) <= longest for one in sequences], dtype=bool)
+        ending = ending_rows(ids[fits], [one for one, fit in zip(sequences, fits, strict=True) if fit])
+        scored = self._score(ending, lambda output_t1, micro: {"score_model": output_t1[micro.rows_n, 0]})
+        if scored is None:
+            return None
+        scores = np.full(len(ids), np.nan, np.float32)
+        scores[fits] = batch.flat(batch.take_ids(scored, ids[fits]), "score_model")
+        why = [
+            "" if fit else f"{len(one)} of the reward model's tokens, more than {longest}"
+            for one, fit in zip(sequences, fits, strict=True)
+        ]
+        return pa.table({"id": rows.column("id"), "score_model": scores, "failure_model": why})
+
     def _score(
         self, rows: pa.Table, evaluate: Callable[[torch.Tensor, MicroBatch], dict[str, torch.Tensor]]
     ) -> pa.Table | None:
@@ -196,7 +223,7 @@ class MegatronRole:
         return "critic" if self.settings.scalar_head else "actor"
 
     def _step(self, rows: pa.Table, totals: Totals, objective: Objective) -> dict[str, float]:
-        micros = self._micro_batches(rows, objective.columns)
+        micros = self._micro_batches(rows, objective.columns, objective.unit)
         self.trained.zero_grad_buffer()
         self.optimizer.zero_grad()
         results = self._pipeline(
@@ -219,7 +246,7 @@ class MegatronRole:
 
     # --- the pass through the pipeline ---------------------------------------------------------------------------
 
-    def _micro_batches(self, rows: pa.Table, columns: Sequence[str]) -> list[MicroBatch]:
+    def _micro_batches(self, rows: pa.Table, columns: Sequence[str], unit: int = 1) -> list[MicroBatch]:
         config = self.model.config
         split = config.tensor_model_parallel_size if config.sequence_parallel else 1
         return make_micro_batches(
@@ -228,6 +255,7 @@ class MegatronRole:
             multiple=split * (FP8_MULTIPLE if config.fp8 else 1),
             columns=columns,
             device=device(),
+            unit=unit,
         )
 
     def _pipeline(

@@ -12,7 +12,7 @@ import torch
 from megappo.data import batch
 from megappo.data.loss_mask import flat_mask, row_counts
 from megappo.models.layers import PackedSeqParams
-from megappo.ppo.balance import pack_by_budget
+from megappo.ppo.balance import pack_by_budget, unit_rows, unit_sums
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,13 @@ def sequence_lengths(table: pa.Table) -> np.ndarray:
 
 
 def make_micro_batches(
-    table: pa.Table, *, token_budget: int, multiple: int, columns: Sequence[str], device: torch.device
+    table: pa.Table,
+    *,
+    token_budget: int,
+    multiple: int,
+    columns: Sequence[str],
+    device: torch.device,
+    unit: int = 1,
 ) -> list[MicroBatch]:
     """Cut rows into micro-batches of at most ``token_budget`` tokens.
 
@@ -66,14 +72,15 @@ def make_micro_batches(
         multiple: pad the token count of each micro-batch to a multiple of this (the tensor-parallel size under sequence
             parallelism); the padding comes after the last sequence, where causal attention hides it.
         columns: ragged float columns to take along.
+        unit: so many rows in a row stay together.
 
     Raises:
-        ValueError: a row is longer than the budget.
+        ValueError: a unit is longer than the budget.
     """
     if table.num_rows == 0:
         return [_pack(table, multiple, columns, device)]
-    bins = pack_by_budget(sequence_lengths(table).tolist(), token_budget)
-    return [_pack(table.take(pa.array(rows)), multiple, columns, device) for rows in bins]
+    bins = pack_by_budget(unit_sums(sequence_lengths(table), unit).tolist(), token_budget)
+    return [_pack(table.take(pa.array(unit_rows(units, unit))), multiple, columns, device) for units in bins]
 
 
 def _pack(table: pa.Table, multiple: int, columns: Sequence[str], device: torch.device) -> MicroBatch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
@@ -33,6 +33,11 @@ class Objective(Protocol):
         """Per-token columns of the batch that the loss reads."""
         ...
 
+    @property
+    def unit(self) -> int:
+        """So many rows in a row belong together, and stay in one micro-batch."""
+        ...
+
     def __call__(
         self, output: torch.Tensor, micro: MicroBatch, totals: Totals, policy: Policy, /
     ) -> tuple[torch.Tensor, Statistics]:
@@ -46,6 +51,7 @@ class ActorObjective:
 
     ppo: PPOConfig
     temperature: float
+    unit: ClassVar[int] = 1
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -120,6 +126,7 @@ class CriticObjective:
     """Clipped squared error of the values."""
 
     ppo: PPOConfig
+    unit: ClassVar[int] = 1
 
     @property
     def columns(self) -> tuple[str, ...]:

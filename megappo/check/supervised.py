@@ -1,0 +1,155 @@
+"""What can be known of ``megappo reward-train`` and ``megappo sft`` before they start."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megappo.check.findings import Advice, shown, under
+from megappo.check.model_files import has_chat_template, tokenizer_problems, weight_problems
+from megappo.check.prompt_files import read_columns
+from megappo.check.run_folder import checkpoint_steps, differences, run_folder_problems
+from megappo.config import ConfigError, SupervisedConfig, Task, load_supervised
+from megappo.layout import legality
+from megappo.models.spec import ModelError, ModelSpec, read_model_spec
+
+COLUMNS: dict[Task, tuple[str, ...]] = {
+    "reward-train": ("prompt", "chosen", "rejected"),
+    "sft": ("prompt", "response"),
+}
+FIXED_ON_RESUME = ("run.seed", "model", "data.train", "data.batch", "data.max_tokens", "data.shuffle")
+
+
+def check_supervised_file(
+    path: str | Path, overrides: Sequence[str], task: Task
+) -> tuple[SupervisedConfig | None, tuple[str, ...], tuple[str, ...]]:
+    """Load and check a configuration file.
+
+    Returns:
+        The configuration (None if it has errors that keep it from being read), errors and warnings.
+    """
+    try:
+        config = load_supervised(path, overrides)
+    except ConfigError as error:
+        return None, error.problems, ()
+    findings = list(supervised_findings(config, task))
+    errors = tuple(line for line in findings if not isinstance(line, Advice))
+    return config, errors, tuple(line for line in findings if isinstance(line, Advice))
+
+
+def supervised_findings(config: SupervisedConfig, task: Task) -> Iterator[str]:
+    """Every mistake, and advice."""
+    spec = None
+    try:
+        spec = read_model_spec(config.model_folder)
+    except ModelError as error:
+        yield from under("model", error.problems)
+    if spec is not None:
+        yield from _model_findings(config, task, spec)
+    yield from _pool_findings(config, spec)
+    yield from _data_findings(config, task)
+    yield from _run_findings(config)
+
+
+def _model_findings(config: SupervisedConfig, task: Task, spec: ModelSpec) -> Iterator[str]:
+    folder = Path(config.model_folder)
+    if spec.num_experts:
+        yield (
+            f"model: {folder} is a mixture of experts ({spec.family}), which can be planned and converted but not yet "
+            "trained: give a dense model"
+        )
+    shapes = spec.hf_shapes()
+    if task == "reward-train":
+        shapes.pop("lm_head.weight", None)  # a scalar head takes its place
+    yield from under("model", weight_problems(folder, shapes))
+    yield from under("model", tokenizer_problems(folder))
+    needed = config.data.max_tokens * (2 if task == "reward-train" else 1)
+    if config.role.micro_batch_tokens < needed:
+        what = "a pair of two sequences" if task == "reward-train" else "a sequence"
+        yield (
+            f"role.micro_batch_tokens: {config.role.micro_batch_tokens} does not hold {what} of data.max_tokens "
+            f"{config.data.max_tokens}: give at least {needed}"
+        )
+    if config.data.max_tokens > spec.max_positions:
+        yield (
+            f"data.max_tokens: {config.data.max_tokens} is more than the {spec.max_positions} positions of {folder}: "
+            f"give at most {spec.max_positions}"
+        )
+
+
+def _pool_findings(config: SupervisedConfig, spec: ModelSpec | None) -> Iterator[str]:
+    role, pool = config.role, config.pools.get(config.role.pool)
+    if spec is not None:
+        yield from under("role", legality.megatron_model_problems(spec, role.tp, role.pp), ".")
+        for line in legality.pipeline_warnings(spec, role.pp):
+            yield Advice(f"role.{line}")
+    yield from under("role", legality.megatron_size_problems(role.tp, role.sequence_parallel), ".")
+    if role.fp8 != "none":
+        if config.run.device == "cpu" or config.run.dtype != "bfloat16":
+            wanted = f"run.device {config.run.device} and run.dtype {config.run.dtype}"
+            yield f"role.fp8: {role.fp8} needs CUDA and bfloat16, not {wanted}: set none, or these"
+        if spec is not None:
+            yield from under("role", legality.fp8_problems(spec, role.tp), ".")
+    if pool is None:
+        yield f"role.pool: {role.pool!r} is not a pool: pools are {', '.join(config.pools) or 'none'}"
+        return
+    shape = (pool.nodes, pool.devices_per_node)
+    yield from under("role", legality.megatron_pool_problems(role.tp, role.pp, *shape), ".")
+    for line in legality.megatron_pool_warnings(role.tp, *shape):
+        yield Advice(f"role.{line}")
+    for name in config.pools:
+        if name != role.pool:
+            yield f"pools.{name}: is not the pool of the one role, {role.pool}: leave it out"
+    if config.data.batch < (ranks := pool.devices // (role.tp * role.pp)):
+        yield Advice(
+            f"data.batch: {config.data.batch} leaves some of {ranks} data-parallel ranks without work: raise it, or tp "
+            "or pp"
+        )
+
+
+def _data_findings(config: SupervisedConfig, task: Task) -> Iterator[str]:
+    if not config.data.train:
+        yield "data.train: empty: give at least one parquet file"
+    folder = Path(config.model_folder)
+    for split, paths in (("train", config.data.train), ("validation", config.data.validation)):
+        for path in paths:
+            try:
+                file = read_columns(Path(path), COLUMNS[task])
+            except ValueError as error:
+                yield f"data.{split}: {error}"
+                continue
+            if file.chat and folder.is_dir() and not has_chat_template(folder):
+                yield (
+                    f"data.{split}: {path}: its prompts are chat messages, and {folder} has no chat template: add "
+                    "chat_template.jinja there, or write prompts as strings"
+                )
+    if config.run.validate_every and not config.data.validation:
+        yield Advice(
+            f"run.validate_every: {config.run.validate_every} has no effect without data.validation: name files there"
+        )
+
+
+def _run_findings(config: SupervisedConfig) -> Iterator[str]:
+    run, folder = config.run, Path(config.run.dir)
+    yield from under("run.dir", run_folder_problems(folder))
+    for tracker in run.trackers:
+        if importlib.util.find_spec(tracker) is None:
+            yield f"run.trackers: {tracker} is not installed: pip install {tracker}, or leave it out"
+    if run.keep_best is not None:
+        yield "run.keep_best: is for PPO only: leave it out, and keep as many of run.keep_checkpoints as you need"
+    steps = checkpoint_steps(folder)
+    if not steps:
+        return
+    try:
+        stored = load_supervised(folder / "config.yaml")
+    except ConfigError as error:
+        yield f"run.dir: {folder} holds checkpoints of another kind of run ({error.problems[0]}): choose another"
+        return
+    for dotted, old, new in differences(stored, config, FIXED_ON_RESUME):
+        yield (
+            f"{dotted}: {shown(new)} differs from {shown(old)}, with which the run in {folder} began: set it back, or "
+            "choose another run.dir"
+        )
+    if steps[-1] >= run.steps:
+        yield Advice(f"run.steps: {run.steps} steps are done in {folder}: raise run.steps, or choose another run.dir")

@@ -1,0 +1,90 @@
+"""Given responses to score: text (``prompt`` and a column of responses), or what a run dumped (``RUN/rollouts``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megappo.data import batch
+from megappo.data.examples import response_tokens
+from megappo.data.prompts import SCHEMA, DataError, ground_truth, prompt_columns, read_rows, tokenize_prompts
+
+OPTIONAL = ("data_source", "reward_model", "extra_info")
+DEFAULT_SOURCE = "responses"
+ANSWERS = pa.schema(
+    [("id", pa.int64()), *SCHEMA, ("response_ids", pa.list_(pa.int32())), ("finish_reason", pa.string())]
+)
+"""The columns of answers, as a run has them."""
+
+
+def load_answers(path: str | Path, column: str, tokenizer: Any, *, longest: int) -> pa.Table:
+    """Read and tokenize responses.
+
+    Args:
+        path: a parquet file with ``prompt``, the column and perhaps ``data_source``, ``reward_model`` and
+            ``extra_info``; or one that a run dumped, whose tokens are taken as they are.
+        column: that has the responses.
+        longest: tokens that prompt and response may have together.
+
+    Returns:
+        :data:`ANSWERS`, a row each, in the order of the file; equal prompts have one ``prompt_index``.
+
+    Raises:
+        DataError: naming file and row: an empty or overlong response; a file that cannot be used.
+    """
+    path = Path(path)
+    table = _dumped(path) if column == "response" else None
+    if table is None:
+        table = _tokenized(path, column, tokenizer)
+    lengths = batch.lengths(table, "prompt_ids") + batch.lengths(table, "response_ids")
+    if (over := np.flatnonzero(lengths > longest)).size:
+        raise DataError(
+            f"{path}, row {over[0]} (counting from 0): {lengths[over[0]]} tokens are more than the {longest} that "
+            "every role takes: remove the row, or raise micro_batch_tokens"
+        )
+    return table
+
+
+def _dumped(path: Path) -> pa.Table | None:
+    """A run's dump, without what was computed from it; None if the file is none."""
+    try:
+        names = pq.read_schema(path).names
+    except (pa.ArrowException, OSError):
+        return None  # which is said with better words where the file is read
+    if not {*ANSWERS.names} - {"messages", "finish_reason"} <= {*names}:
+        return None
+    table = pq.read_table(path, columns=[name for name in ANSWERS.names if name in names]).combine_chunks()
+    if "messages" not in names:
+        table = table.append_column("messages", pa.nulls(table.num_rows, pa.string()))
+    if (empty := np.flatnonzero(batch.lengths(table, "response_ids") == 0)).size:
+        raise DataError(f"{path}, row {empty[0]} (counting from 0): the response is empty: remove the row")
+    return table
+
+
+def _tokenized(path: Path, column: str, tokenizer: Any) -> pa.Table:
+    columns: dict[str, list[Any]] = {name: [] for name in ANSWERS.names}
+    known: dict[str, int] = {}
+    for first, rows in read_rows(path, ("prompt", column), OPTIONAL):
+        texts, ids = tokenize_prompts(path, first, [row["prompt"] for row in rows], tokenizer)
+        for offset, (row, text, tokens) in enumerate(zip(rows, texts, ids, strict=True)):
+            where = f"{path}, row {first + offset} (counting from 0)"
+            if not tokens:
+                raise DataError(f"{where}: the prompt is empty: remove the row")
+            truth = ground_truth(where, row["reward_model"]) if "reward_model" in row else ""
+            values = {
+                "id": first + offset,
+                "prompt_index": known.setdefault(text, len(known)),
+                "prompt_ids": tokens,
+                "response_ids": response_tokens(where, row, column, tokenizer),
+                "finish_reason": "stop",
+                **prompt_columns({"data_source": DEFAULT_SOURCE, **row}, text, truth),
+            }
+            for name, value in values.items():
+                columns[name].append(value)
+    if not columns["id"]:
+        raise DataError(f"{path}: no rows: name a file with at least one")
+    return pa.table(columns, schema=ANSWERS)

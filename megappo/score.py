@@ -1,0 +1,153 @@
+"""``megappo score``: log-probabilities and rewards of given responses, and how often they beat others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megappo.cluster.dataflow import Batch, put_table
+from megappo.cluster.scoring import ScoringCluster
+from megappo.config import Config
+from megappo.data import batch as rows_of
+from megappo.data.answers import load_answers
+from megappo.data.prompts import DataError
+from megappo.models.spec import read_model_spec
+from megappo.rewards.mix import PARTS, check_covered
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to score.
+
+    Attributes:
+        column: that has the responses.
+        against: file of other responses to the same prompts, row by row; by default the same file.
+        against_column: that has them; with neither, nothing is compared.
+    """
+
+    column: str = "response"
+    against: str | None = None
+    against_column: str | None = None
+
+
+LOGPROBS = {"actor": "logprobs", "reference": "ref_logprobs"}
+
+
+def score(config: Config, data: str, out: str, options: Options, say: Callable[[str], None]) -> None:
+    """Score the responses in ``data`` and write them with what was found to ``out``, a parquet file.
+
+    The file has what a step needs of its responses, so that ``data.replay`` takes it; the actor's log-probabilities
+    stand for those of whoever sampled them.
+
+    Args:
+        say: told what was done, a line at a time.
+
+    Raises:
+        DataError, RewardError, PoolError, StackError, WorkerFailed: with words for the user.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(config.model_folder("actor"))
+    longest = _longest(config)
+    answers = load_answers(data, options.column, tokenizer, longest=longest)
+    others = None
+    if options.against is not None or options.against_column is not None:
+        others = load_answers(
+            options.against or data, options.against_column or options.column, tokenizer, longest=longest
+        )
+        _check_same_prompts(data, answers, options.against or data, others)
+    folder = Path(out).absolute().parent
+    if not folder.is_dir():
+        raise DataError(f"{out}: there is no folder {folder}: make it, or choose another")
+    sources = sorted(set(answers.column("data_source").to_pylist()))
+    check_covered(sources, config.roles.reward)
+    with ScoringCluster(config, sources, say) as cluster:
+        scored = _scored(config, cluster, answers)
+        beaten = None if others is None else _rewards(cluster, others)
+    if beaten is not None:
+        wins = win_values(rows_of.column(scored, "score"), rows_of.column(beaten, "score"))
+        scored = scored.append_column("against_score", beaten.column("score")).append_column("win", pa.array(wins))
+    partial = Path(f"{out}.partial")
+    pq.write_table(scored, partial)
+    os.replace(partial, out)
+    for line in summary(scored):
+        say(line)
+    say(f"{out}: {scored.num_rows:,} rows")
+
+
+def win_values(scores: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """1 where a score is the higher one, 0 where it is the lower, 0.5 where they are equal; float64 [rows]."""
+    return 0.5 + 0.5 * np.sign(scores.astype(np.float64) - others)
+
+
+def summary(scored: pa.Table) -> Iterator[str]:
+    """Means for people, one line a data source: of scores and their parts, log-probabilities, and wins."""
+    sources = np.array(scored.column("data_source").to_pylist())
+    failed = rows_of.column(scored, "failed").astype(bool)
+    for source in sorted(set(sources)):
+        here = sources == source
+        means = {"score": rows_of.column(scored, "score")[here].mean()}
+        for column, name in PARTS.items():
+            if column in scored.column_names and not np.isnan(values := rows_of.column(scored, column)[here]).all():
+                means[name] = np.nanmean(values)
+        for column in LOGPROBS.values():
+            if column in scored.column_names:
+                rows = [row for row, is_here in zip(rows_of.split_rows(scored, column), here, strict=True) if is_here]
+                means[f"{column} a token"] = np.concatenate(rows).mean()
+        if "win" in scored.column_names:
+            means["win rate"] = rows_of.column(scored, "win")[here].mean()
+        text = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
+        failures = f", {failed[here].sum()} failed" if failed[here].any() else ""
+        yield f"{source}: {here.sum():,} responses, {text}{failures}"
+
+
+def _scored(config: Config, cluster: ScoringCluster, answers: pa.Table) -> pa.Table:
+    """Answers with rewards and log-probabilities; the actor's also as those of the sampler."""
+    batch = _batch(answers)
+    temperature = config.roles.rollout.temperature
+    pending: list[Any] = [cluster.reward.score(batch)]
+    for role, column in LOGPROBS.items():
+        if role in cluster.groups:
+            pending.append(cluster.groups[role].score("logprobs", batch, column=column, temperature=temperature))
+    batch = batch.with_columns(*cluster.calls.gather(*pending))
+    table = batch.read(*sorted(batch.columns))
+    return table.append_column("rollout_logprobs", table.column("logprobs"))
+
+
+def _rewards(cluster: ScoringCluster, answers: pa.Table) -> pa.Table:
+    batch = _batch(answers)
+    (scores,) = cluster.calls.gather(cluster.reward.score(batch))
+    return batch.with_columns(scores).read("score", "failed")
+
+
+def _batch(answers: pa.Table) -> Batch:
+    responses = rows_of.lengths(answers, "response_ids")
+    tokens = rows_of.lengths(answers, "prompt_ids") + responses - 1
+    return Batch(rows_of.column(answers, "id"), tokens, responses, ((put_table(answers),),))
+
+
+def _longest(config: Config) -> int:
+    """Tokens of the longest sequence that all roles take."""
+    roles = config.roles.megatron
+    positions = [read_model_spec(config.model_folder(name)).max_positions for name in roles]
+    return min(*positions, *(role.micro_batch_tokens for role in roles.values()))
+
+
+def _check_same_prompts(path: str, answers: pa.Table, other_path: str, others: pa.Table) -> None:
+    if answers.num_rows != others.num_rows:
+        raise DataError(
+            f"{other_path}: {others.num_rows} rows, {path} has {answers.num_rows}: give responses to the same prompts"
+        )
+    pairs = zip(answers.column("prompt_text").to_pylist(), others.column("prompt_text").to_pylist(), strict=True)
+    if (row := next((row for row, (one, other) in enumerate(pairs) if one != other), None)) is not None:
+        raise DataError(
+            f"{other_path}, row {row} (counting from 0): another prompt than in {path}: give responses to the same "
+            "prompts, in the same order"
+        )

@@ -1,0 +1,213 @@
+"""Training on given responses: a reward model on pairs (Bradley-Terry), or a policy on text to imitate."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from megappo.checkpoints import Checkpoints
+from megappo.cluster.calls import Pending
+from megappo.cluster.dataflow import Batch, TableRef, get_table, put_table
+from megappo.cluster.training import TrainingCluster
+from megappo.config import SupervisedConfig, Task, dump_config
+from megappo.data import batch as rows_of
+from megappo.data.examples import Examples, load_pairs, load_responses
+from megappo.data.order import PromptOrder
+from megappo.ppo.schedule import learning_rate
+from megappo.report.console import Console
+from megappo.report.roles import describe_roles
+from megappo.report.run_log import RunLog
+from megappo.report.step_metrics import Metrics
+from megappo.report.trackers import Trackers
+from megappo.run import changed_settings, write_whole
+from megappo.run_lock import RunLock
+from megappo.stop_request import NoProgress, StopRequest, stop_request
+from megappo.workers.objectives import Objective
+from megappo.workers.supervised_objectives import PairObjective, ResponseObjective
+
+ROLES: dict[Task, str] = {"reward-train": "reward", "sft": "actor"}
+"""What is trained: the name of its checkpoints, as ``megappo convert --role`` knows it."""
+
+
+def train_on_examples(config: SupervisedConfig, task: Task) -> bool:
+    """Train as configured, from the beginning or from the run's last complete checkpoint.
+
+    Returns:
+        Whether all steps are done; if not, SIGUSR1 asked for an early end, and a checkpoint holds what is done.
+
+    Raises:
+        DataError, PoolError, StackError, WorkerFailed, RunInUse, NoProgress: with words for the user.
+    """
+    with ExitStack() as stack:
+        stop = stack.enter_context(stop_request())
+        lock = RunLock(Path(config.run.dir))
+        stack.callback(lock.release)
+        trainer = _Trainer(config, task, stop)
+        if trainer.step >= config.run.steps:
+            trainer.console.finish(f"all {config.run.steps} steps are done: {trainer.checkpoints.latest()}")
+            return True
+        cluster = stack.enter_context(TrainingCluster(config, ROLES[task], trainer.console.status))
+        return trainer.run(cluster)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What differs between the tasks."""
+
+    load: Any
+    objective: Objective
+    method: str
+    options: dict[str, Any]
+
+
+KINDS: dict[Task, _Kind] = {
+    "reward-train": _Kind(load_pairs, PairObjective(), "values", {}),
+    "sft": _Kind(load_responses, ResponseObjective(), "logprobs", {"column": "logprobs", "temperature": 1.0}),
+}
+
+
+class _Trainer:
+    """The loop. Its state is the step; all else is in the workers or follows from it."""
+
+    def __init__(self, config: SupervisedConfig, task: Task, stop: StopRequest) -> None:
+        from transformers import AutoTokenizer
+
+        self.config, self.task, self.kind, self.stop = config, task, KINDS[task], stop
+        tokenizer = AutoTokenizer.from_pretrained(config.model_folder)
+        self.train = self._load(config.data.train, tokenizer)
+        self.validation = self._load(config.data.validation, tokenizer) if config.data.validation else None
+        self.order = PromptOrder(len(self.train), config.run.seed, config.data.shuffle)
+        folder = Path(config.run.dir)
+        self.checkpoints = Checkpoints(folder / "checkpoints", config.run.keep_checkpoints)
+        latest = self.checkpoints.latest()
+        self.step = 0 if latest is None else self.checkpoints.read_state(latest)["step"]
+        self.log = RunLog(folder)
+        stored, text = folder / "config.yaml", dump_config(config)
+        self.changes = changed_settings(stored.read_text(), text) if latest and stored.is_file() else []
+        write_whole(stored, text)
+        self.console = Console(config.run.steps)
+        plain = yaml.safe_load(text)
+        rows = describe_roles({"pools": plain["pools"], "roles": {ROLES[task]: plain["role"]}})
+        sets = [one.report.replace("\n", "; ") for one in (self.train, self.validation) if one is not None]
+        facts = {"model": config.model_folder, "data": "; ".join(sets)}
+        self.console.start(f"megappo {task}: {folder}", rows, facts)
+
+    def _load(self, files: tuple[str, ...], tokenizer: Any) -> Examples:
+        return self.kind.load(files, tokenizer, max_tokens=self.config.data.max_tokens)
+
+    def run(self, cluster: TrainingCluster) -> bool:
+        """All steps that are left; see :func:`train_on_examples`."""
+        config, self.cluster = self.config, cluster
+        latest = self.checkpoints.latest()
+        resumed = None if latest is None else self.step
+        if latest is not None:
+            cluster.calls.gather(cluster.model.load(str(latest / ROLES[self.task])))
+            changed = f", with other settings than before: {', '.join(self.changes)}" if self.changes else ""
+            self.console.status(f"resumed from the checkpoint of step {self.step}{changed}")
+        self.log.truncate_after(-1 if resumed is None else resumed)
+        self.trackers = Trackers(
+            config.run.trackers,
+            config.run.dir,
+            config_text=dump_config(config),
+            resumed_at=resumed,
+            warn=self.console.warn,
+        )
+        try:
+            if self.step == 0 and config.run.validate_before:
+                self._record(self.validate())
+            began_at, saved = self.step, True
+            while self.step < config.run.steps:
+                if self.stop.asked and saved:
+                    if self.step == began_at:
+                        raise NoProgress("asked to stop (SIGUSR1) before a single step was done: give it more time")
+                    self.console.status(f"stopped after step {self.step}, as SIGUSR1 asked")
+                    return False
+                saved = self.train_step()
+        finally:
+            self.trackers.close()
+        self.console.finish(f"checkpoint: {self.checkpoints.latest()}")
+        return True
+
+    def train_step(self) -> bool:
+        """One step, with validation and checkpoint where they are due. Returns whether a checkpoint holds it."""
+        run, began = self.config.run, time.time()
+        size, position = self.config.data.batch, self.step * self.config.data.batch
+        rows = self._batch(self.train, self.order.take(position, size))
+        optimizer = self.config.optimizer
+        rate = learning_rate(
+            self.step,
+            base=self.config.lr,
+            warmup_steps=optimizer.warmup_steps,
+            total_steps=run.steps,
+            schedule=optimizer.schedule,
+            min_ratio=optimizer.min_lr_ratio,
+        )
+        everything = np.arange(len(rows.ids))
+        update = self.cluster.model.update(rows, [everything], self.kind.objective, rate)
+        (trained,) = self.cluster.calls.gather(update)
+        self.step += 1
+        seconds = time.time() - began
+        metrics: Metrics = {
+            # A role calls its statistics by its head: those of a scalar one are a critic's.
+            **{name.replace("critic/", "train/").replace("actor/", "train/"): x for name, x in trained.items()},
+            "train/lr": rate,
+            "training/global_step": self.step,
+            "training/epoch": self.order.epoch(position),
+            "timing_s/step": seconds,
+            "perf/total_num_tokens": float(rows.tokens.sum()),
+            "perf/throughput": float(rows.tokens.sum()) / seconds / len(self.cluster.model.members),
+        }
+        last = self.step == run.steps
+        if last or (run.validate_every and self.step % run.validate_every == 0):
+            metrics |= self.validate()
+        due = last or self.stop.asked or (run.save_every > 0 and self.step % run.save_every == 0)
+        if due:
+            self.save(metrics)
+        else:
+            self._record(metrics)
+        return due
+
+    def validate(self) -> Metrics:
+        """Loss on the validation examples, and how often the chosen side of a pair has the higher score."""
+        if self.validation is None:
+            return {}
+        rows = self._batch(self.validation, np.arange(len(self.validation)))
+        scoring: Pending[list[TableRef]] = self.cluster.model.score(self.kind.method, rows, **self.kind.options)
+        (tables,) = self.cluster.calls.gather(scoring)
+        scored = rows_of.take_ids(get_table(tables).combine_chunks(), rows.ids)
+        if self.task == "sft":
+            loss = -float(rows_of.flat(scored, "logprobs").mean(dtype=np.float64))
+            return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0))}
+        values = rows_of.flat(scored, "values").astype(np.float64).reshape(-1, 2)
+        margins = rows_of.flat(self.validation.table, "margin")[::2]
+        gaps = values[:, 0] - values[:, 1]
+        loss = float(np.logaddexp(0.0, margins - gaps).mean())
+        return {"val/loss": loss, "val/accuracy": float((gaps > 0).mean()), "val/gap": float(gaps.mean())}
+
+    def save(self, metrics: Metrics) -> None:
+        """Write a checkpoint, complete or not at all, and the step's line in the log before it gets its name."""
+        began = time.time()
+        with self.checkpoints.writing(self.step) as folder:
+            self.cluster.calls.gather(self.cluster.model.save(str(folder / ROLES[self.task])))
+            self.checkpoints.write_state(folder, {"step": self.step})
+            self._record({**metrics, "timing_s/save_checkpoint": time.time() - began})
+
+    def _record(self, metrics: Metrics) -> None:
+        self.log.append(self.step, metrics)
+        self.trackers.log(self.step, metrics)
+        shown = ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "timing_s/step")
+        known = [f"{name} {metrics[name]:.4g}" for name in shown if name in metrics]
+        self.console.status(f"step {self.step}/{self.config.run.steps}  " + "  ".join(known))
+
+    def _batch(self, examples: Examples, which: np.ndarray) -> Batch:
+        rows = examples.rows(which)
+        responses = rows_of.lengths(rows, "response_ids")
+        tokens = rows_of.lengths(rows, "prompt_ids") + responses - 1
+        return Batch(rows_of.column(rows, "id"), tokens, responses, ((put_table(rows),),))

@@ -1,0 +1,78 @@
+"""`megappo check --for reward-train|sft`: every mistake with its fix, from a good configuration on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from small_project import write_model
+
+from megappo.check.supervised import check_supervised_file
+from megappo.cli import main
+
+CONFIG = """\
+run: {dir: run, steps: 10, device: cpu}
+model: model
+data: {train: pairs.parquet, validation: pairs.parquet, batch: 8, max_tokens: 32}
+pools: {train: {devices_per_node: 4}}
+role: {pool: train, tp: 2}
+lr: 1.0e-5
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "model")
+    pq.write_table(pa.Table.from_pylist([{"prompt": "a", "chosen": "b", "rejected": "c"}]), "pairs.parquet")
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def test_a_good_configuration(folder: Path) -> None:
+    config, errors, warnings = check_supervised_file("config.yaml", (), "reward-train")
+    assert config is not None and not errors and not warnings
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model=none", "model: FOLDER/none: no such folder: give the path of a Hugging Face model folder"),
+        ("role.pool=value", "role.pool: 'value' is not a pool: pools are train"),
+        ("role.pp=3", "role.tp: 2 times pp 3 does not divide the 4 devices of the pool"),
+        ("role.tp=3", "role.tp: 3 does not divide 8 attention heads"),
+        (
+            "role.micro_batch_tokens=63",
+            "role.micro_batch_tokens: 63 does not hold a pair of two sequences of data.max_tokens 32: give at least 64",
+        ),
+        ("data.max_tokens=65", "data.max_tokens: 65 is more than the 64 positions of FOLDER/model: give at most 64"),
+        ("data.train=[]", "data.train: empty: give at least one parquet file"),
+        ("data.train=none.parquet", "data.train: none.parquet: no such file: give the path of a parquet file"),
+        ("pools.value={devices_per_node: 1}", "pools.value: is not the pool of the one role, train: leave it out"),
+        ("role.fp8=blockwise", "role.fp8: blockwise needs CUDA and bfloat16"),
+        ("data.batches=4", "data.batches: unknown key: did you mean data.batch?"),
+    ],
+)
+def test_mistakes(folder: Path, override: str, message: str) -> None:
+    _, errors, _ = check_supervised_file("config.yaml", (override,), "reward-train")
+    assert any(line.startswith(message.replace("FOLDER", str(folder))) for line in errors), errors
+
+
+def test_columns_are_the_tasks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "config.yaml", "--for", "reward-train"]) == 0
+    assert main(["check", "config.yaml", "--for", "sft"]) == 2
+    assert "data.train: pairs.parquet: has no column response" in capsys.readouterr().err
+
+
+def test_resuming_with_other_data(folder: Path) -> None:
+    checkpoint = folder / "run" / "checkpoints" / "step_2"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer.json").write_text(json.dumps({"step": 2}))
+    (folder / "run" / "config.yaml").write_text(CONFIG)
+    _, errors, _ = check_supervised_file("config.yaml", ("data.batch=4", "role.pp=2"), "reward-train")
+    assert errors == (
+        "data.batch: 4 differs from 8, with which the run in run began: set it back, or choose another run.dir",
+    )

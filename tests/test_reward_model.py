@@ -1,0 +1,121 @@
+"""A reward model on Megatron ranks gives the scores that transformers gives, also where it reads other tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from ranks import run_ranks
+from small_run import make_tiny_model
+from tiny import make_model, random_rows
+
+from megappo.data import batch
+from megappo.layout.mesh import Layout
+
+TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }};{% endfor %}"
+
+
+def make_scorer(folder: Path, family: str = "qwen2", **changes: Any) -> Path:
+    """A folder as AutoModelForSequenceClassification saves it, with one label and random weights."""
+    import transformers
+
+    make_model(folder, family, **changes)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    torch.manual_seed(5)
+    torch.nn.init.normal_(model.score.weight, std=0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def scores_of(folder: Path, sequences: list[np.ndarray]) -> np.ndarray:
+    """transformers' scores, one sequence at a time."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    model.config.pad_token_id = None  # no token is padding
+    with torch.no_grad():
+        return np.array([float(model(torch.tensor(one)[None].long()).logits) for one in sequences])
+
+
+def rank_scores(folder: str, layout: Layout, tokenizer: str, rows: pa.Table) -> pa.Table | None:
+    import torch.distributed as dist
+
+    from megappo.workers.megatron_role import MegatronRole
+    from megappo.workers.settings import RoleSettings
+
+    role = MegatronRole(RoleSettings(folder, layout, "float32", 60, scalar_head=True))
+    share = np.arange(rows.num_rows)[layout.coordinates(dist.get_rank())["dp"] :: layout.dp]
+    return role.scores(rows.take(pa.array(share)), tokenizer=tokenizer)
+
+
+def scored(folder: Path, layout: Layout, tokenizer: Path, rows: pa.Table) -> pa.Table:
+    found = run_ranks(layout.world, rank_scores, str(folder), layout, str(tokenizer), rows)
+    return pa.concat_tables([table for table in found if table is not None])
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [(Layout(tp=2, pp=2, sequence_parallel=True), "qwen2"), (Layout(pp=2, dp=2), "llama")],
+    ids=["tp2-pp2-sp", "pp2-dp2"],
+)
+def test_scores_equal_transformers(tmp_path: Path, layout: Layout, family: str) -> None:
+    folder = make_scorer(tmp_path / "scorer", family, vocab_size=51)
+    make_tiny_model().make_tokenizer().save_pretrained(folder)
+    rows = random_rows(9, vocab=51, longest=30)
+    rows = rows.append_column("prompt_text", pa.array([""] * 9)).append_column("messages", pa.array([None] * 9))
+    out = batch.take_ids(scored(folder, layout, folder, rows), batch.column(rows, "id"))
+    sequences = [
+        np.concatenate(pair)
+        for pair in zip(batch.split_rows(rows, "prompt_ids"), batch.split_rows(rows, "response_ids"), strict=True)
+    ]
+    np.testing.assert_allclose(batch.column(out, "score_model"), scores_of(folder, sequences), atol=1e-5)
+    assert set(out.column("failure_model").to_pylist()) == {""}
+
+
+def test_another_tokenizer(tmp_path: Path) -> None:
+    """Text is decoded and encoded again, chat messages by the reward model's own template."""
+    tokenizer = make_tiny_model().make_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "actor")
+    folder = make_scorer(tmp_path / "scorer", vocab_size=80, max_position_embeddings=40)
+    other = other_tokenizer()
+    other.save_pretrained(folder)
+
+    messages = [{"role": "user", "content": "1+2="}]
+    end = tokenizer.eos_token_id
+    rows = pa.table(
+        {
+            "id": pa.array([7, 3, 5], pa.int64()),
+            "prompt_ids": pa.array([tokenizer("1+2=")["input_ids"]] * 3, pa.list_(pa.int32())),
+            "response_ids": pa.array(
+                [[*tokenizer("3")["input_ids"], end], tokenizer("4")["input_ids"], tokenizer("1" * 60)["input_ids"]],
+                pa.list_(pa.int32()),
+            ),
+            "prompt_text": ["<user>1+2=</user>", "1+2=", "1+2="],
+            "messages": pa.array([json.dumps(messages), None, None], pa.string()),
+        }
+    )
+    out = batch.take_ids(scored(folder, Layout(), tmp_path / "actor", rows), [7, 3, 5])
+    read = ["<user>1+2=;<assistant>3;", "1+2=4"]
+    expected = scores_of(folder, [np.array(other(text)["input_ids"]) for text in read])
+    np.testing.assert_allclose(batch.column(out, "score_model")[:2], expected, atol=1e-5)
+    assert np.isnan(batch.column(out, "score_model")[2])
+    assert out.column("failure_model").to_pylist() == ["", "", "64 of the reward model's tokens, more than 40"]
+
+
+def other_tokenizer() -> Any:
+    """Bytes in another order than the actor's, without its template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = ["<end>", *"=+<>;/0123456789", *"abcdefghijklmnopqrstuvwxyz"]
+    inner = Tokenizer(models.BPE({character: at for at, character in enumerate(characters)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
