@@ -75,7 +75,7 @@ def first_and_last(samples: Samples) -> str:
     if len(steps) == 1:
         head = ["prompt", "ground truth", f"response at step {steps[0]}"]
         rows = list(reversed(last.values()))[:TABLE_ROWS]
-        return table(head, [[*_asked(row), _response(row)] for row in rows], "samples")
+        return table(head, [[*_asked(row), _response(row)] for row in rows])
     head = ["prompt", "ground truth", f"response at step {steps[0]}", f"response at step {steps[-1]}"]
     prompts = list(dict.fromkeys([*reversed(last), *reversed(first)]))
     prompts.sort(key=lambda prompt: (prompt not in first) + (prompt not in last))  # those in both come first
@@ -83,7 +83,7 @@ def first_and_last(samples: Samples) -> str:
     for prompt in prompts[:TABLE_ROWS]:
         pair = [_response(rows[prompt]) if prompt in rows else "" for rows in (first, last)]
         cells.append([*_asked(last.get(prompt) or first[prompt]), *pair])
-    return table(head, cells, "samples")
+    return table(head, cells)
 
 
 def _asked(row: Mapping[str, Any]) -> list[str]:

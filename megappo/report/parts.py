@@ -23,11 +23,14 @@ def card(title: str, body: str, hint: str = "") -> str:
     return f'<figure class="card"><figcaption>{title} {note}</figcaption>{body}</figure>'
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], css: str = "") -> str:
-    """A table of HTML cells that scrolls sideways where it is wider than the screen."""
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of texts, with HTML in its cells; on a phone its rows are stacked, and each cell says what it is."""
     top = "".join(f"<th>{cell}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="card scroll"><table class="{css}"><tr>{top}</tr>{body}</table></div>'
+    body = "".join(
+        "<tr>" + "".join(f'<td data-label="{name}">{cell}</td>' for name, cell in zip(head, row, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="card"><table class="samples"><tr>{top}</tr>{body}</table></div>'
 
 
 def values_of(log: Log, metric: str) -> list[tuple[float, float]]:

@@ -56,7 +56,7 @@ def _phase_table(rows: Log, parts: dict[str, list[float]], total: list[float]) -
     whole = sum(filter(math.isfinite, total))
     predicted = any("perf/predicted_s/step" in row["metrics"] for row in rows)
     more = "<th>predicted</th>" if predicted else ""
-    table = [f"<tr><th>phase</th><th>mean</th>{more}<th>of the step</th></tr>"]
+    table = [f"<tr><th>phase</th><th>mean</th>{more}<th>share</th></tr>"]
     sums = {name: sum(filter(math.isfinite, values)) for name, values in parts.items()}
     keys = {name: key for key, name in PHASES.items()}
     for index, (name, seconds) in enumerate(sums.items()):
