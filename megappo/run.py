@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -92,7 +91,7 @@ class Run:
         resumes = self.checkpoints.latest() is not None and stored.is_file()
         self._changes = changed_settings(stored.read_text(), dump_config(config)) if resumes else []
         write_whole(stored, dump_config(config))
-        write_whole(self.folder / VERSIONS_NAME, json.dumps(versions(), indent=1))
+        write_whole(self.folder / VERSIONS_NAME, versions())
         self.console = Console(config.run.steps)
         self.console.start(
             f"megappo: {self.folder}",

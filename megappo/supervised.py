@@ -26,6 +26,7 @@ from megappo.report.roles import describe_roles
 from megappo.report.run_log import RunLog
 from megappo.report.step_metrics import Metrics
 from megappo.report.trackers import Trackers
+from megappo.report.versions import VERSIONS_NAME, versions
 from megappo.run import changed_settings, write_whole
 from megappo.run_lock import RunLock
 from megappo.stop_request import NoProgress, StopRequest, stop_request
@@ -92,6 +93,7 @@ class _Trainer:
         stored, text = folder / "config.yaml", dump_config(config)
         self.changes = changed_settings(stored.read_text(), text) if latest and stored.is_file() else []
         write_whole(stored, text)
+        write_whole(folder / VERSIONS_NAME, versions())
         self.console = Console(config.run.steps)
         plain = yaml.safe_load(text)
         rows = describe_roles({"pools": plain["pools"], "roles": {ROLES[task]: plain["role"]}})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import platform
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -10,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from megappo import __version__
 from megappo.report.charts import Series, line_chart, number, stacked_bars, ticks
 from megappo.report.figures import chart_groups
 from megappo.report.generations import best_and_worst, spread
 from megappo.report.html import write_report
 from megappo.report.run_log import RunLog
 from megappo.report.timeline import busy_timeline
+from megappo.report.versions import versions
 
 SECTIONS = {"facts", "roles", "curves", "time", "samples", "config"}
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -128,7 +131,19 @@ def test_pools_predictions_guards_and_versions(tmp_path: Path) -> None:
     assert "python 3.12.1, vllm 1.2<3" in page.text
     assert "Every metric that was logged: 14" in page.text and "odd/<b>" in page.text
     (tmp_path / "versions.json").write_text('{"python"')
-    report(tmp_path)
+    assert "python" not in report(tmp_path).text
+    (tmp_path / "versions.json").write_text(versions())
+    assert f"megappo {__version__}, python {platform.python_version()}, torch 2." in report(tmp_path).text
+
+
+def test_training_on_examples(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    for step in (1, 2):
+        log.append(step, {"train/loss": 0.7 / step, "val/loss": 0.69, "train/accuracy": 0.6, "train/lr": 1e-3})
+    (tmp_path / "config.yaml").write_text("pools: {a: {devices_per_node: 2}}\nrole: {pool: a, tp: 2}\n")
+    page = report(tmp_path)
+    assert "Training on examples" in page.text and "TP2 x PP1 x DP1" in page.text
+    assert all(title in page.text for title in ("Loss nats", "Accuracy", "Learning rate")) and "Gap" not in page.text
 
 
 def test_charts_follow_from_the_names_that_were_logged() -> None:

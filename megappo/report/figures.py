@@ -42,6 +42,7 @@ def chart_groups(names: Collection[str]) -> dict[str, list[Chart]]:
     """Title of a group -> its charts, of which some follow from the names of the metrics that were logged."""
     names = sorted(names)
     return {
+        "Training on examples": list(EXAMPLES),
         "Scores": [*_validation(names), *SCORES, *_rewards(names)],
         "Policy and critic": [*POLICY, *CRITIC, *_guards(names)],
         "Responses": list(RESPONSES),
@@ -50,6 +51,17 @@ def chart_groups(names: Collection[str]) -> dict[str, list[Chart]]:
     }
 
 
+GRAD_NORMS, RATES = (
+    {f"{family}/{name}": role for family, role in (("actor", "actor"), ("critic", "critic"), ("train", "model"))}
+    for name in ("grad_norm", "lr")
+)
+EXAMPLES = (
+    Chart("Loss", {"train/loss": "training", "val/loss": "validation"}, "nats"),
+    Chart(
+        "Accuracy", {"train/accuracy": "training", "val/accuracy": "validation"}, "share of pairs in the right order"
+    ),
+    Chart("Gap", {"train/gap": "training", "val/gap": "validation"}, "score of the chosen less that of the rejected"),
+)
 SCORES = (Chart("Train score", {"critic/score/mean": "mean"}, "mean score of the sampled responses"),)
 POLICY = (
     Chart(
@@ -70,8 +82,8 @@ POLICY = (
         "share of tokens that a clip held back",
         (0, 0),
     ),
-    Chart("Gradient norm", {"actor/grad_norm": "actor", "critic/grad_norm": "critic"}, "before clipping", (0, 0)),
-    Chart("Learning rate", {"actor/lr": "actor", "critic/lr": "critic"}, "", (0, 0)),
+    Chart("Gradient norm", GRAD_NORMS, "before clipping", (0, 0)),
+    Chart("Learning rate", RATES, "", (0, 0)),
     Chart("KL coefficient", {"actor/reward_kl_penalty_coeff": "coefficient"}, "of the penalty in the reward", (0, 0)),
 )
 CRITIC = (

@@ -144,7 +144,8 @@ def _warnings(log: Log) -> str:
 
 
 def _roles(config: Mapping[str, Any]) -> str:
-    rows = describe_roles(config)
+    alone = {"pools": config.get("pools"), "roles": {"model": config.get("role")}}  # of sft and reward-train
+    rows = describe_roles(alone if "role" in config else config)
     if not rows:
         return nothing("No config.yaml in this run folder.")
     body = "".join(

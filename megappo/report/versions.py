@@ -23,11 +23,11 @@ PACKAGES = (
 )
 
 
-def versions() -> dict[str, str]:
-    """Of megappo, Python and the packages that are installed, by their metadata."""
+def versions() -> str:
+    """Of megappo, Python and the packages that are installed, by their metadata: JSON."""
     found = {name: installed_version(name) for name in PACKAGES}
     packages = {name: version for name, version in found.items() if version is not None}
-    return {"megappo": __version__, "python": platform.python_version(), **packages}
+    return json.dumps({"megappo": __version__, "python": platform.python_version(), **packages}, indent=1)
 
 
 def read_versions(run_dir: Path) -> dict[str, str]:
