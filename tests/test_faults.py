@@ -160,7 +160,7 @@ def test_a_reward_process_that_never_returns_is_named(session: Session) -> None:
     usual, cluster.calls.timeout_s = cluster.calls.timeout_s, 2.0
     os.kill(stopped, signal.SIGSTOP)
     try:
-        with pytest.raises(WorkerLost, match=r"^score: no answer within .* s from reward rank 0 \(") as failure:
+        with pytest.raises(WorkerLost, match=r"^run_functions: no answer within .* s from reward rank 0 \(") as failure:
             session.trainer.evaluate(batch)
     finally:
         os.kill(stopped, signal.SIGCONT)
