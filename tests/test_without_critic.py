@@ -96,8 +96,8 @@ def dapo_goes_on(folder: Path) -> None:
 
 def replays(folder: Path) -> None:
     """The first step again, from its dumped batch and without generating: the same line in the log."""
-    replayed = ("run.dir=again", "data.replay=run/rollouts/step_1.parquet", "run.steps=1", "data.validation=[]")
-    command = Command(folder, *replayed, "run.validate_every=0")
+    replayed = ("run.dir=again", "data.replay=run/rollouts/step_1.parquet", "run.steps=1", "run.validate_every=0")
+    command = Command(folder, *replayed, "data.validation=[]", "data.canary=[]")
     assert command.wait() == 0, command.text
     (first, again) = (comparable(read_log(folder / name), step=1) for name in ("run", "again"))
     assert first == again
