@@ -64,13 +64,13 @@ def _rank(
     try:
         import torch.distributed as dist
 
-        from megappo.models.process_groups import init_world, seed_dropout
+        from megappo.models.process_groups import init_world, leave_world, seed_dropout
 
         init_world(rank, world, "127.0.0.1", port, timeout_s=60)
         seed_dropout(1)
         pipe.send((True, target(*args)))
         dist.barrier()
-        dist.destroy_process_group()
+        leave_world()
     except BaseException:
         pipe.send((False, traceback.format_exc()))
         sys.exit(1)

@@ -25,14 +25,14 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "scale": 0.05}
 
 @pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[None]:
-    from megappo.models.process_groups import init_world, seed_dropout
+    from megappo.models.process_groups import init_world, leave_world, seed_dropout
     from megappo.reshard.gloo import host_store
 
     store = host_store("127.0.0.1", 60)
     init_world(0, 1, "127.0.0.1", store.port, 120)
     seed_dropout(1)
     yield
-    torch.distributed.destroy_process_group()
+    leave_world()
 
 
 @pytest.fixture(scope="module")

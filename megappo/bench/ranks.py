@@ -80,7 +80,7 @@ def _rank(
         import torch
         import torch.distributed as dist
 
-        from megappo.models.process_groups import init_world, seed_dropout
+        from megappo.models.process_groups import init_world, leave_world, seed_dropout
 
         if not torch.cuda.is_available():
             torch.set_num_threads(1)
@@ -89,7 +89,7 @@ def _rank(
         result = function(*args)
         dist.barrier()
         pipe.send(("", result))
-        dist.destroy_process_group()
+        leave_world()
     except BaseException:
         pipe.send((traceback.format_exc(), None))
         sys.exit(1)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megappo.layout.mesh import Layout
 from megappo.models.build import build_model
-from megappo.models.process_groups import device, init_world, make_process_groups
+from megappo.models.process_groups import device, init_world, leave_world, make_process_groups
 from megappo.models.spec import ModelSpec, read_model_spec
 from megappo.reshard.gloo import host_store
 
@@ -68,4 +67,4 @@ def _megatron_outputs(
             out = (out @ model.head_weight.T)[:, : spec.vocab_size]
         return out.float().cpu()
     finally:
-        dist.destroy_process_group()
+        leave_world()

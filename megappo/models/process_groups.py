@@ -41,6 +41,12 @@ def init_world(rank: int, world: int, host: str, port: int, timeout_s: float) ->
     parallel_state._set_global_memory_buffer()
 
 
+def leave_world() -> None:
+    """Undo :func:`init_world`, so that this process may join another world."""
+    dist.destroy_process_group()
+    parallel_state.destroy_global_memory_buffer()
+
+
 def seed_dropout(seed: int) -> None:
     """Give Megatron's random state tracker, one a process, its seed. No layer of ours draws from it while training."""
     tensor_parallel.model_parallel_cuda_manual_seed(seed, tp_rank=0, ep_rank=0, etp_rank=0)
