@@ -285,10 +285,11 @@ def _parser() -> argparse.ArgumentParser:
     text = "measure a part against its bare counterpart, in one run"
     command = commands.add_parser("bench", help=text, description=text)
     command.add_argument(
-        "name", choices=("rollout", "training", "sync", "step", "convert", "planning", "reshard", "multigpu")
+        "name",
+        choices=("rollout", "training", "sync", "step", "predicted", "convert", "planning", "reshard", "multigpu"),
     )
     sizes = "0.4b, 0.5b, 1.5b, 2b, 7b or tiny, with random weights (default 0.5b); planning: 405b, 1t-moe or all"
-    sizes += "; reshard: 250mb or 1gb"
+    sizes += "; reshard: 250mb or 1gb; predicted: 0.5b, 1.5b, 7b or all"
     command.add_argument("--size", metavar="S", help=f"shape of the model: {sizes}")
     command.add_argument("--models", default="runs/bench", metavar="DIR", help="where models are made and kept")
     command.add_argument("--out", metavar="FILE", help="JSON file to add the table to")

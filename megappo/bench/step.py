@@ -7,12 +7,10 @@ reference and critic, Megatron's own training loops for both, and one copy of th
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -20,9 +18,10 @@ import pyarrow.parquet as pq
 import torch
 
 from megappo.bench import rollout, training
+from megappo.bench.apart import apart
 from megappo.bench.shapes import LETTERS, add_tokenizer, make_qwen
 from megappo.bench.sync import device_copy
-from megappo.bench.table import BenchError, show
+from megappo.bench.table import show
 from megappo.models.spec import read_model_spec
 
 WARM_UPS = 2
@@ -72,13 +71,15 @@ def run(size: str, folder: str, out: str | None) -> None:
     model = make_qwen(Path(folder) / size, size, device=device)
     add_tokenizer(model)
     log = train_steps(model, Path(folder) / f"{size}-step", device, ONE_POOL)
-    parts = {**_apart(_bare_generation, model), **_apart(_bare_passes, model)}
+    parts = {**apart(_bare_generation, model), **apart(_bare_passes, model)}
     whole, bare = float(np.median([step["timing_s/step"] for step in log])), sum(parts.values())
     row: dict[str, float | str] = {"size": size, "step s": whole, "parts s": bare, "step / parts": whole / bare}
     driver = {"driver %": 100 * float(np.median([step["perf/driver_share"] for step in log]))}
     show(f"step {size}", [{**row, **driver}], out)
     show(f"step {size}: seconds of each phase", [medians(log)], out)
     show(f"step {size}: seconds of each bare part", [parts], out)
+    if told := _predicted(log):
+        show(f"step {size}: predicted and measured", told, out)
 
 
 def train_steps(
@@ -132,20 +133,17 @@ def medians(log: list[dict[str, float]]) -> dict[str, float]:
     return {name.removeprefix("timing_s/"): float(np.median([step[name] for step in log])) for name in names}
 
 
-def _apart(function: Callable[..., Any], *args: Any) -> Any:
-    """Call in a process of its own, which leaves the device as it was."""
-    context = multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
-    process = context.Process(target=_call, args=(queue, function, args))
-    process.start()
-    process.join()
-    if process.exitcode != 0:
-        raise BenchError(f"{function.__name__} ended with status {process.exitcode}")
-    return queue.get()
-
-
-def _call(queue: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    queue.put(function(*args))
+def _predicted(log: list[dict[str, float]]) -> list[dict[str, float | str]]:
+    """A row for each phase and each role's memory that was predicted: medians over the steps."""
+    rows: list[dict[str, float | str]] = []
+    for name in sorted(log[0]):
+        kind, _, what = name.removeprefix("perf/predicted_").partition("/")
+        if name.startswith("perf/predicted_"):
+            seen = f"timing_s/{what}" if kind == "s" else f"perf/max_memory_allocated_gb/{what}"
+            told, found = (float(np.median([step.get(key, np.nan) for step in log])) for key in (name, seen))
+            unit = "s" if kind == "s" else "GiB"
+            rows.append({"what": what, "unit": unit, "predicted": told, "measured": found, "ratio": told / found})
+    return rows
 
 
 def _bare_generation(model: Path) -> dict[str, float]:
