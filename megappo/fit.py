@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from megappo.config import SCALAR_HEAD, TRAINED, Config, MegatronRoleConfig
 from megappo.layout.memory import (
@@ -84,14 +85,15 @@ def check_fit(config: Config, devices: Mapping[str, Sequence[Device]]) -> None:
         raise DeviceTooSmall(found)
 
 
-def pool_turns(config: Config, pool: str, rank: int, total: int) -> Iterator[Turn]:
+def pool_turns(config: Config, pool: str, rank: int, total: int, length: float | None = None) -> Iterator[Turn]:
     """Every turn of a pool, on the device of one rank.
 
     Args:
         total: bytes of that device's memory.
+        length: as for :func:`stage_memory`.
     """
     rollout, roles = config.roles.rollout, _roles(config, pool)
-    memory = {name: megatron_memory(config, name, rank) for name in roles}
+    memory = {name: megatron_memory(config, name, rank, length) for name in roles}
     resting = {name: memory[name].resting(role.offload) for name, role in roles.items()}
     has_engine = rollout.pool == pool
     awake = {"rollout": {"memory_fraction": int(rollout.memory_fraction * total)}} if has_engine else {}
@@ -117,27 +119,44 @@ def pool_turns(config: Config, pool: str, rank: int, total: int) -> Iterator[Tur
         yield Turn("giving the engine the actor's weights", {**common, **resting, **both})
 
 
-def megatron_memory(config: Config, name: str, rank: int) -> RoleMemory:
+def megatron_memory(config: Config, name: str, rank: int, length: float | None = None) -> RoleMemory:
     """What a Megatron role takes on the device of one rank of its pool."""
     layout, spec = role_layout(config, name), read_model_spec(config.model_folder(name))
-    return stage_memory(config, name, config.roles.megatron[name], layout, layout.coordinates(rank)["pp"], spec)
+    stage = layout.coordinates(rank)["pp"]
+    return stage_memory(config, name, config.roles.megatron[name], layout, stage, spec, length)
 
 
 def stage_memory(
-    config: Config, name: str, role: MegatronRoleConfig, layout: Layout, stage: int, spec: ModelSpec
+    config: Config,
+    name: str,
+    role: MegatronRoleConfig,
+    layout: Layout,
+    stage: int,
+    spec: ModelSpec,
+    length: float | None = None,
 ) -> RoleMemory:
-    """What a Megatron role takes on each device of a pipeline stage, were it laid out in this way."""
+    """What a Megatron role takes on each device of a pipeline stage, were it laid out in this way.
+
+    Args:
+        length: tokens that a sequence has, which the packing spreads evenly over micro-batches; without it, whatever
+            lengths there are: the longest rows that fill a micro-batch to its budget.
+    """
     longest = config.data.max_prompt + config.data.max_response - 1  # the last token predicts nothing
 
     def use(rows: int) -> RoleUse:
-        tokens = -(-rows // layout.dp) * longest
+        own = -(-rows // layout.dp)
+        tokens = own * longest
+        micro_batches, largest = -(-tokens // role.micro_batch_tokens), min(tokens, role.micro_batch_tokens)
+        if length is not None:
+            micro_batches = ceil(own / max(int(role.micro_batch_tokens // length), 1))
+            largest = ceil(ceil(own / micro_batches) * length)
         return RoleUse(
             vocabulary=megatron_vocabulary(spec.vocab_size, role.tp),
             item_bytes=item_bytes(config),
             trained=name in TRAINED,
             scalar_head=name in SCALAR_HEAD,
-            tokens=min(tokens, role.micro_batch_tokens),
-            micro_batches=-(-tokens // role.micro_batch_tokens),
+            tokens=largest,
+            micro_batches=micro_batches,
             recompute=role.recompute,
             chunk_bytes=CHUNK_BYTES,
         )

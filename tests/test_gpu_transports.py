@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ranks import _context
 from test_transfer import MODEL, expected, numbered
 
 from megappo.layout.mesh import Layout
@@ -46,14 +46,15 @@ def test_weights_arrive_between_gpus(transport: Any) -> None:
     devices = torch.cuda.device_count()
     if transport == "auto" and devices < 2:
         pytest.skip("NCCL needs two GPUs")
+    context = get_context("spawn")  # CUDA does not outlive a fork
     store = host_store("127.0.0.1", 60.0)
     meeting = Meeting("127.0.0.1", store.port, 60.0, verify="full", transport=transport)
     pipes, processes = [], []
     try:
         for rank in range(2):
-            ours, theirs = _context.Pipe()
+            ours, theirs = context.Pipe()
             args = (rank, rank % devices, meeting, theirs)
-            processes.append(_context.Process(target=process, args=args, daemon=True))
+            processes.append(context.Process(target=process, args=args, daemon=True))
             processes[-1].start()
             pipes.append(ours)
         assert all(pipe.poll(120) for pipe in pipes)

@@ -13,7 +13,11 @@ from megappo.layout.mesh import Layout
 from megappo.reshard.actor_to_rollout import TransferSpec
 from megappo.reshard.routes import DEVICE, distance
 from megappo.reshard.transfer import destination_block
-from megappo.reshard.verify import MOST, ROW, SHARE, Verifier, _all_multipliers, checksum
+from megappo.reshard.verify import MOST, ROW, SHARE, Verifier, _all_multipliers, _device_checksums, checksums
+
+
+def checksum(block: torch.Tensor) -> int:
+    return checksums([block])[0]
 
 
 @pytest.mark.parametrize(
@@ -26,10 +30,12 @@ def test_checksum_is_the_sum_of_words_times_multipliers(dtype: torch.dtype, shap
     multipliers = _all_multipliers(torch.device("cpu")).numpy()
     assert (multipliers % 2 == 1).all() and len(np.unique(multipliers)) == len(multipliers)
     wanted = sum(int(word) * int(multiplier) for word, multiplier in zip(words, multipliers, strict=False)) % 2**64
-    assert int(checksum(block)) % 2**64 == wanted
-    # As CUDA computes it.
-    there = torch.from_numpy(words.copy()) * _all_multipliers(torch.device("cpu"))[: len(words)]
-    assert int(there.sum()) % 2**64 == wanted
+    assert checksum(block) % 2**64 == wanted
+    # As CUDA computes it, several at a time, of several sizes.
+    parts = (block[:1], block, block.swapaxes(0, -1))
+    there = _device_checksums(parts).tolist()
+    assert there == checksums(parts)
+    assert there[1] % 2**64 == wanted
     # Wherever it lies, in one piece or not.
     assert checksum(torch.cat([block.view(-1)[:1], block.view(-1)])[1:]) == checksum(block)
     if len(shape) == 2:
@@ -39,11 +45,11 @@ def test_checksum_is_the_sum_of_words_times_multipliers(dtype: torch.dtype, shap
 def test_checksum_sees_changes_and_swaps() -> None:
     block = torch.randn(256, 256)  # two rows of words
     assert block.numel() == 2 * ROW
-    seen = {int(checksum(block))}
+    seen = {checksum(block)}
     for bit in range(32):
         changed = block.clone()
         changed.view(torch.int32)[3, 5] ^= -(2**31) if bit == 31 else 1 << bit
-        seen.add(int(checksum(changed)))
+        seen.add(checksum(changed))
     for permuted in (
         block.flip(0),
         block.flip(1),
@@ -53,7 +59,7 @@ def test_checksum_sees_changes_and_swaps() -> None:
         block.roll(128, 0),
         -block,
     ):
-        seen.add(int(checksum(permuted)))
+        seen.add(checksum(permuted))
     assert len(seen) == 1 + 32 + 7
 
 

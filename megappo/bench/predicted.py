@@ -126,7 +126,8 @@ def measure(model: Path, case: Case) -> Figures:
         assert metrics is not None  # one rank alone reports
         return metrics[f"perf/max_memory_allocated_gb/{'critic' if case.scalar_head else 'actor'}"]
 
-    return Figures(*_timed(score), *(_timed(update) if case.trained else (0, 0.0)))
+    updating = _timed(update) if case.trained else (0, 0.0)  # before scoring: Adam's moments come with its first step
+    return Figures(*_timed(score), *updating)
 
 
 def _timed(function: Callable[[], float | None]) -> tuple[int, float]:

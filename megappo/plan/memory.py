@@ -103,25 +103,29 @@ def peaks(config: Config, device: DeviceProfile) -> Iterator[Peak]:
             yield Peak(name, *max(turns, key=lambda found: found[1].need))
 
 
-def role_peaks(config: Config, device: DeviceProfile) -> dict[str, int]:
-    """Bytes of all Megatron roles together on the fullest device, while each of them is updated."""
+def role_peaks(config: Config, device: DeviceProfile, length: float) -> dict[str, int]:
+    """Bytes of all Megatron roles together on the fullest device, while each of them is updated.
+
+    Args:
+        length: tokens of a sequence.
+    """
     out: dict[str, int] = {}
     for name in config.pools:
-        for _, turn in _turns(config, device, name):
+        for _, turn in _turns(config, device, name, length):
             if turn.role and turn.doing.startswith("updating"):
                 need = sum(sum(use.values()) for who, use in turn.uses.items() if who in config.roles.megatron)
                 out[turn.role] = max(out.get(turn.role, 0), need)
     return out
 
 
-def _turns(config: Config, device: DeviceProfile, name: str) -> Iterator[tuple[int, Turn]]:
+def _turns(config: Config, device: DeviceProfile, name: str, length: float | None = None) -> Iterator[tuple[int, Turn]]:
     """(rank, turn) of a pool; ranks of the same stages take the same, and the first stands for all."""
     layouts = [role_layout(config, role) for role, its in config.roles.megatron.items() if its.pool == name]
     kinds: dict[tuple[int, ...], int] = {}
     for rank in range(config.pools[name].devices):
         kinds.setdefault(tuple(layout.coordinates(rank)["pp"] for layout in layouts), rank)
     for rank in kinds.values():
-        yield from ((rank, turn) for turn in pool_turns(config, name, rank, device.memory))
+        yield from ((rank, turn) for turn in pool_turns(config, name, rank, device.memory, length))
 
 
 def host_bytes(config: Config) -> dict[str, int]:

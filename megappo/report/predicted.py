@@ -37,15 +37,11 @@ class Prediction:
         work = Workload(len(tokens), prompt, response, float(response_tokens.max()))
         step = estimate(self._config, self._device, work, self._sync)
         out = {f"perf/predicted_s/{name}": phase.seconds for name, phase in step.phases.items()}
-        return {**out, "perf/predicted_s/step": step.seconds, **self._memory}
+        peaks = role_peaks(self._config, self._device, float(tokens.mean()) - 1)  # the last token predicts nothing
+        memory = {f"perf/predicted_memory_gb/{role}": size / GIB for role, size in peaks.items()}
+        return {**out, "perf/predicted_s/step": step.seconds, **memory}
 
     @cached_property
     def _sync(self) -> Phase:
         assert self._device is not None
         return weight_sync(self._config, self._device)[1]
-
-    @cached_property
-    def _memory(self) -> dict[str, float]:
-        assert self._device is not None
-        peaks = role_peaks(self._config, self._device)
-        return {f"perf/predicted_memory_gb/{role}": size / GIB for role, size in peaks.items()}

@@ -24,6 +24,9 @@ REGION = 1 << 18
 SHARE, MOST = 64, 16
 """A sample is one region in 64 of what one rank sends to another, but at most 16: others at each sync, all in time."""
 
+View = Callable[[Mapping[str, torch.Tensor], Copy], torch.Tensor]
+"""What a region is in a rank's parameters."""
+
 ROW = 1 << 15
 """Words; what a CPU computes with at a time stays in its cache."""
 
@@ -38,7 +41,7 @@ class Verifier:
             part: the copies that ``rank`` sends or receives, in the order of the plan.
         """
         self.verify = verify
-        self._noted: dict[Copy, torch.Tensor] = {}
+        self._noted: dict[Copy, int] = {}
         self.sent: dict[int, list[Copy]] = {}
         self.received: dict[int, list[Copy]] = {}
         for copy in part if verify != "off" else ():
@@ -53,10 +56,8 @@ class Verifier:
         """Take this sync's checksums of regions in parameters that will be gone before its end."""
         for side, view in ((self.received, destination_block), (self.sent, source_block)):
             for regions in side.values() if passing else ():
-                for region in self._chosen(version, regions):
-                    own = region.param if view is destination_block else region.source_param if region.wave else None
-                    if own in passing:
-                        self._noted[region] = checksum(view(passing, region))
+                chosen = [region for region in self._chosen(version, regions) if _own_param(region, view) in passing]
+                self._noted.update(zip(chosen, checksums([view(passing, region) for region in chosen]), strict=True))
 
     def sent_sums(self, version: int, params: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         """What each receiver should find: the version and the checksums of this sync's regions, int64 on the CPU."""
@@ -86,15 +87,13 @@ class Verifier:
         version: int,
         regions: Sequence[Copy],
         params: Mapping[str, torch.Tensor],
-        view: Callable[[Mapping[str, torch.Tensor], Copy], torch.Tensor],
+        view: View,
     ) -> torch.Tensor:
-        sums = torch.stack(
-            [
-                self._noted.pop(region) if region in self._noted else checksum(view(params, region))
-                for region in self._chosen(version, regions)
-            ]
-        )
-        return torch.cat([torch.tensor([version]), sums.cpu()])
+        chosen = self._chosen(version, regions)
+        now = [region for region in chosen if region not in self._noted]
+        found = dict(zip(now, checksums([view(params, region) for region in now]), strict=True))
+        sums = [found[region] if region in found else self._noted.pop(region) for region in chosen]
+        return torch.tensor([version, *sums])
 
     def _chosen(self, version: int, regions: Sequence[Copy]) -> Sequence[Copy]:
         if self.verify == "full":
@@ -103,19 +102,38 @@ class Verifier:
         return regions[version % stride :: stride]
 
 
-def checksum(block: torch.Tensor) -> torch.Tensor:
-    """The checksum of a region of at most :data:`REGION` elements: int64, no dimensions, on the region's device."""
+def _own_param(region: Copy, view: View) -> str | None:
+    """The parameter in which this rank holds a region for a while only."""
+    return region.param if view is destination_block else region.source_param if region.wave else None
+
+
+def checksums(blocks: Sequence[torch.Tensor]) -> list[int]:
+    """The checksum of each region, of at most :data:`REGION` elements; all of one dtype and on one device."""
+    if not blocks or blocks[0].device.type == "cpu":
+        return [_checksum(block) for block in blocks]
+    return [value for at in range(0, len(blocks), MOST) for value in _device_checksums(blocks[at : at + MOST]).tolist()]
+
+
+def _checksum(block: torch.Tensor) -> int:
+    """One region's, on the CPU."""
     data = block.contiguous().view(-1)
     if data.data_ptr() % 4 or data.nbytes % 4:
         padded = data.new_zeros(-(-data.nbytes // 4) * 4 // data.element_size())
         padded[: data.numel()] = data
         data = padded
-    words = data.view(torch.int32)
-    if words.device.type != "cpu":
-        return (words * _all_multipliers(words.device)[: words.numel()]).sum()
-    rows, multipliers = words.split(ROW), _multipliers(ROW)
+    rows, multipliers = data.view(torch.int32).split(ROW), _multipliers(ROW)
     sums = torch.stack([torch.dot(row.to(torch.int64), multipliers[: row.numel()]) for row in rows])
-    return torch.dot(sums, _row_multipliers()[: len(rows)])
+    return int(torch.dot(sums, _row_multipliers()[: len(rows)]))
+
+
+def _device_checksums(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Those of several regions together: on a GPU it is launches that take time. int64 [regions]."""
+    size, device = blocks[0].element_size(), blocks[0].device
+    words = -(-max(block.numel() for block in blocks) * size // 4)
+    staged = torch.zeros(len(blocks), words * 4 // size, dtype=blocks[0].dtype, device=device)
+    places = [row[: block.numel()].view(block.shape) for row, block in zip(staged, blocks, strict=True)]
+    torch._foreach_copy_(places, list(blocks))
+    return (staged.view(torch.int32) * _all_multipliers(device)[:words]).sum(1)
 
 
 @cache

@@ -54,6 +54,8 @@ class Part:
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._tensors()}
         self._away = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
         size = sum(size for _, size in self._away)
+        if size == 0:  # a role that does not train has no optimizer; nothing cannot be page-locked
+            return
         fresh = self._keep and (self._host is None or self._host.nbytes != size)
         if fresh:
             _unpin(self._host)
