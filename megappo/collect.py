@@ -5,13 +5,14 @@ Everything follows from the step, the place in the data and the weights, so that
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
 
 from megappo.cluster.cluster import Cluster
 from megappo.cluster.dataflow import Batch, TableRef, put_table
+from megappo.cluster.serving import Flight
 from megappo.config import Config
 from megappo.data import batch as rows_of
 from megappo.data.order import PromptOrder
@@ -41,6 +42,27 @@ class Collected:
     metrics: Metrics = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A batch that the engines are at.
+
+    Attributes:
+        step: that will train on it.
+        version: of the weights that it is sampled from.
+        position: prompts taken from the stream before it.
+        prompts: those of its first round, int64.
+        round: their responses.
+        greedy: one greedy response to each, where a baseline needs them and the prompts are known.
+    """
+
+    step: int
+    version: int
+    position: int
+    prompts: np.ndarray
+    round: Flight
+    greedy: Flight | None = None
+
+
 class Collector:
     """Samples responses to a stream of prompts."""
 
@@ -53,37 +75,59 @@ class Collector:
         self.greedy_sampling = Sampling(0.0, 1.0, -1, config.data.max_response)
 
     def collect(self, step: int, position: int) -> Collected:
-        """Sample the batch of a step.
+        """Sample the batch of a step, which is also the version of the engines' weights.
 
         Args:
-            step: the step, which is also the version of the engines' weights.
             position: prompts taken from the stream before it.
         """
-        wanted = self.config.data.prompts_per_step
-        if self.config.ppo.dynamic_sampling is None:
-            taken = self.order.take(position, wanted)
-            collected = Collected(self._generate(step, taken), position + wanted)
-        else:
-            taken, collected = self._collect_informative(step, position, self.config.ppo.dynamic_sampling.max_rounds)
+        return self.finish(self.begin(step, position, version=step))
+
+    def begin(self, step: int, position: int, version: int) -> Begun:
+        """Start to sample the batch of a step.
+
+        Args:
+            position: prompts taken from the stream before it.
+            version: of the engines' weights; if it is an earlier step's, the actor trains meanwhile.
+        """
+        prompts = self.order.take(position, self.config.data.prompts_per_step)
+        begun = Begun(step, version, position, prompts, self._ask(step, version, prompts))
+        if not self.config.ppo.needs_greedy or self.config.ppo.dynamic_sampling is not None:
+            return begun
+        return replace(begun, greedy=self._ask(step, version, prompts, greedy=True))
+
+    def finish(self, begun: Begun) -> Collected:
+        """Wait until a batch is there; where groups are to be replaced, sample on until it is full."""
+        batch, sampling = self.cluster.finish(begun.round), self.config.ppo.dynamic_sampling
+        if sampling is None:
+            greedy = None if begun.greedy is None else self.cluster.finish(begun.greedy)
+            return Collected(batch, begun.position + len(begun.prompts), greedy=greedy)
+        prompts, collected = self._informative(begun, batch, sampling.max_rounds)
         if not self.config.ppo.needs_greedy:
             return collected
-        greedy = self._generate(step, taken, greedy=True)
-        return Collected(collected.batch, collected.position, collected.scored, greedy, collected.metrics)
+        greedy = self.cluster.finish(self._ask(begun.step, begun.version, prompts, greedy=True))
+        return replace(collected, greedy=greedy)
 
-    def _collect_informative(self, step: int, position: int, max_rounds: int) -> tuple[np.ndarray, Collected]:
-        """(prompt of each group, their responses): those that teach something, filled up with others if need be."""
-        wanted, seen, rounds = self.config.data.prompts_per_step, 0, 0
+    def _informative(self, begun: Begun, batch: Batch, max_rounds: int) -> tuple[np.ndarray, Collected]:
+        """(prompt of each group, their responses): those that teach something, filled up with others if need be.
+
+        Args:
+            batch: of the first round.
+        """
+        wanted, taken = self.config.data.prompts_per_step, begun.prompts
         batches: list[Batch] = []
         prompts, useful = np.empty(0, np.int64), np.empty(0, bool)  # of every group so far
-        while useful.sum() < wanted and rounds < max_rounds:
-            count = next_round(wanted, int(useful.sum()), seen)
-            taken = self.order.take(position + seen, count)
-            batch = self._generate(step, taken, first_id=seen * self.samples, round=rounds)
+        while True:
             batch = batch.with_columns(*self.cluster.gather(self.cluster.reward.score(batch)))
             scores_gs = rows_of.column(batch.read("score"), "score").reshape(-1, self.samples)
             prompts, useful = np.append(prompts, taken), np.append(useful, informative(scores_gs))
             batches.append(batch)
-            seen, rounds = seen + count, rounds + 1
+            seen, rounds = len(prompts), len(batches)
+            if useful.sum() >= wanted or rounds >= max_rounds:
+                break
+            taken = self.order.take(begun.position + seen, next_round(wanted, int(useful.sum()), seen))
+            first_id = seen * self.samples
+            flight = self._ask(begun.step, begun.version, taken, first_id=first_id, round=rounds)
+            batch = self.cluster.finish(flight)
         groups = np.concatenate([np.flatnonzero(useful), np.flatnonzero(~useful)])[:wanted]
         ids = (groups[:, None] * self.samples + np.arange(self.samples)).reshape(-1)
         metrics = {
@@ -92,20 +136,21 @@ class Collector:
             "train/informative_prompts": float(useful.sum()),
         }
         batch = Batch.joined(batches).take(ids)
-        return prompts[groups], Collected(batch, position + seen, scored=True, metrics=metrics)
+        return prompts[groups], Collected(batch, begun.position + seen, scored=True, metrics=metrics)
 
-    def _generate(
-        self, step: int, indices: np.ndarray, *, greedy: bool = False, first_id: int = 0, round: int = 0
-    ) -> Batch:
+    def _ask(
+        self, step: int, version: int, indices: np.ndarray, *, greedy: bool = False, first_id: int = 0, round: int = 0
+    ) -> Flight:
         samples = 1 if greedy else self.samples
         requests = make_requests(self.prompts, indices, samples, first_id)
-        return self.cluster.generate(
+        return self.cluster.begin(
             put_table(requests.table),
             requests.prompt_tokens,
             self.greedy_sampling if greedy else self.sampling,
             samples=samples,
             seed=(self.config.run.seed, step, *([round] if round else [])),
-            version=step,
+            version=version,
+            ahead=version < step,
         )
 
 

@@ -85,9 +85,9 @@ def assign_credit(rows: pa.Table, ppo: PPOConfig, controller: KLController, *, m
     columns = {"rewards": rewards_bt, **_advantages(rows, ppo, rewards_bt, mask_bt)}
     if ppo.whitens:
         columns["advantages"] = whiten(columns["advantages"], mask_bt)
-    if ppo.correction.level != "off":
+    if ppo.correction_level != "off":
         trained_bt, drawn_bt = torch.from_numpy(logprobs_np), torch.from_numpy(batch.pad(rows, "rollout_logprobs")[0])
-        level, threshold = ppo.correction.level, ppo.correction.threshold
+        level, threshold = ppo.correction_level, ppo.correction.threshold
         columns["correction"] = truncated_weights(trained_bt, drawn_bt, mask_bt, level=level, threshold=threshold)
     ragged = {name: batch.unpad(x_bt.float().numpy(), real_np) for name, x_bt in columns.items()}
     return Credit(

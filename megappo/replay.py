@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from megappo.cluster.dataflow import Batch, put_table
+from pathlib import Path
+
+from megappo.cluster.dataflow import batch_of
 from megappo.collect import Collected
 from megappo.config import Config
-from megappo.data import batch as rows_of
 from megappo.data.order import PromptOrder
 from megappo.data.replay import load_replay
 
 
 class Replayer:
-    """In place of a :class:`~megappo.collect.Collector`: step N takes the N-th file of ``data.replay``.
+    """In place of :class:`~megappo.ahead.Ahead`: step N takes the N-th file of ``data.replay``.
 
     A dumped batch with the weights that it was trained on gives the same step again, but for what sampling measures.
     """
@@ -20,13 +21,20 @@ class Replayer:
         self.config, self.order = config, order
 
     def collect(self, step: int, position: int) -> Collected:
-        """Read the batch of a step; see :meth:`megappo.collect.Collector.collect`.
+        """Read the batch of a step; see :meth:`megappo.ahead.Ahead.collect`.
 
         Raises:
             DataError: the file cannot be used.
         """
         rows = load_replay(self.config.data.replay[step])
-        responses = rows_of.lengths(rows, "response_ids")
-        tokens = rows_of.lengths(rows, "prompt_ids") + responses - 1
-        batch = Batch(rows_of.column(rows, "id"), tokens, responses, ((put_table(rows),),))
-        return Collected(batch, position + self.config.data.prompts_per_step, scored="score" in rows.column_names)
+        scored = "score" in rows.column_names
+        return Collected(batch_of(rows), position + self.config.data.prompts_per_step, scored)
+
+    def settle(self) -> None:
+        """Nothing is generated meanwhile."""
+
+    def save(self, folder: Path) -> None:
+        """Nothing is generated ahead."""
+
+    def load(self, folder: Path) -> None:
+        """Nothing is generated ahead."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megappo.ahead import Ahead
 from megappo.cluster.cluster import Cluster
 from megappo.cluster.dataflow import Batch, put_table
 from megappo.collect import Collected, Collector, baseline_column
@@ -35,6 +36,9 @@ from megappo.run import Run
 from megappo.stop_request import StopRequest, stop_request
 from megappo.workers.objectives import ActorObjective, CriticObjective
 from megappo.workers.settings import Sampling
+
+AHEAD = "ahead"
+"""Folder of a checkpoint: batches that were generated before their step."""
 
 
 def train(config: Config) -> bool:
@@ -89,7 +93,7 @@ class Trainer:
         self.controller = KLController(kl.coef, kl.target, kl.horizon)
         self.oversight = Oversight(config)
         self.moments = Moments()
-        sampler = Collector(config, cluster, run.train_prompts)
+        sampler = Ahead(config, Collector(config, cluster, run.train_prompts))
         self.collector = Replayer(config, sampler.order) if config.data.replay else sampler
         temperature = config.roles.rollout.validation_temperature
         self.validation_sampling = Sampling(temperature, 1.0, -1, config.data.max_response)
@@ -114,12 +118,14 @@ class Trainer:
         batch = replace(batch.with_columns([put_table(credit.table)]), loss_tokens=credit.loss_tokens)
         credited = time.time()
         trained = self.update(batch)
+        kept = self.run.keep(self.step + 1, batch)
+        self.collector.settle()
         sync_bytes = self.cluster.sync_weights(version=self.step + 1)
 
         metrics = {
             **trained,
             "perf/sync_bytes": sync_bytes,
-            **self.run.keep(self.step + 1, batch),
+            **kept,
             **collected.metrics,
             **self.credit_metrics(credit, guarded.coef),
             "training/global_step": self.step + 1,
@@ -181,7 +187,7 @@ class Trainer:
         groups = ("prompt_index",) if self.config.ppo.compares_responses else ()
         greedy = ("baseline",) if self.config.ppo.needs_greedy else ()
         reference = ("ref_logprobs",) if self.cluster.reference is not None else ()
-        correction = ("rollout_logprobs",) if self.config.ppo.correction.level != "off" else ()
+        correction = ("rollout_logprobs",) if self.config.ppo.correction_level != "off" else ()
         return (*values, *groups, *greedy, *reference, *correction)
 
     def credit_metrics(self, credit: Credit, coef: float) -> Metrics:
@@ -282,6 +288,7 @@ class Trainer:
         cluster, best = self.cluster, self.oversight.best.step if self.oversight.best else None
         with cluster.everything_loaded(self.step), self.run.checkpoints.writing(self.step, best) as folder:
             cluster.gather(*(group.save(str(folder / role)) for role, group in cluster.trained.items()))
+            self.collector.save(folder / AHEAD)
             self.run.checkpoints.write_state(folder, self.state)
             self.run.log(self.step, {**metrics, "timing_s/save_checkpoint": time.time() - began})
 
@@ -302,6 +309,7 @@ class Trainer:
         if latest is not None:
             cluster = self.cluster
             cluster.gather(*(group.load(str(latest / role)) for role, group in cluster.trained.items()))
+            self.collector.load(latest / AHEAD)
             state = self.run.checkpoints.read_state(latest)
             self.step, self.position = state["step"], state["position"]
             self.oversight.restore(state)

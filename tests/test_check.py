@@ -89,7 +89,13 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
     "a guard of no family": (
         ("ppo.guards={kl: {metric: loss, above: 1}}",),
         "ppo.guards.kl.metric: loss is no metric that a run logs: names begin with actor/, canary/, critic/, guard/, "
-        "perf/, prompt_length/, response_length/, reward/, timing_s/, train/, training/, val-aux/, val-core/",
+        "perf/, prompt_length/, response_length/, reward/, staleness/, timing_s/, train/, training/, val-aux/, "
+        "val-core/",
+    ),
+    "engines that take turns and are to overlap": (
+        ("ppo.staleness=1", "roles.rollout.pool=value"),
+        "ppo.staleness: 1 has the engines generate while others work, and critic and reference take turns with them in "
+        "the pool value: give roles.rollout.pool a pool of its own, or set 0",
     ),
     "a guard of the canary": (
         ("ppo.guards={kl: {metric: canary/a/acc/mean@1, above: 1}}",),
@@ -354,6 +360,11 @@ WARNINGS: dict[str, tuple[tuple[str, ...], str]] = {
         ("ppo.loss=gspo", "ppo.aggregation=seq_mean_token_mean"),
         "ppo.clip: 0.2 is wide for the ratio of a whole response, so that gspo clips nothing: the paper has clip 3e-4 "
         "and clip_high 4e-4",
+    ),
+    "old responses as if they were new": (
+        ("ppo.staleness=1", "ppo.correction.level='off'"),
+        "ppo.correction.level: off, with ppo.staleness 1, takes responses of older weights for those of the newest, so "
+        "that training is biased: leave it out, or set token",
     ),
     "actor never trains": (
         ("ppo.critic_warmup=10",),

@@ -55,8 +55,11 @@ class Played:
     def gather(self, *pending: Any) -> list[Any]:
         return list(pending)
 
-    def generate(
-        self, requests: TableRef, tokens: np.ndarray, sampling: Sampling, *, samples: int, seed: Any, version: int
+    def finish(self, batch: Batch) -> Batch:
+        return batch
+
+    def begin(
+        self, requests: TableRef, tokens: np.ndarray, sampling: Sampling, *, samples: int, seed: Any, **versions: Any
     ) -> Batch:
         table = self.tables[requests.ref].select(["id", "prompt_index"])  # type: ignore[call-overload]
         prompts = rows_of.column(table, "prompt_index")

@@ -139,7 +139,8 @@ class Scene:
 
     def generate(self) -> Any:
         shares = tuple((share,) for share in ("a", "b", "c"))
-        return self.serving.generate(lambda group: Generation(shares, list), version=4)  # type: ignore[arg-type]
+        flight = self.serving.begin(lambda group: Generation(shares, list), version=4)  # type: ignore[arg-type]
+        return self.serving.finish(flight)
 
 
 def scene(monkeypatch: pytest.MonkeyPatch, *losses: WorkerLost, replacements: int = 2) -> Scene:

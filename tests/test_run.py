@@ -24,7 +24,7 @@ from megappo.report.run_log import read_log, read_samples
 STEPS = 5
 ROWS = 21
 TIMES = (
-    *("timing_s/", "perf/busy_share", "perf/driver_share", "perf/time_per_step", "perf/throughput"),
+    *("timing_s/", "perf/busy_share", "perf/idle_share", "perf/driver_share", "perf/time_per_step", "perf/throughput"),
     *("perf/tflops", "perf/mfu"),
 )
 ROLLOUT_COLUMNS = {

@@ -129,6 +129,9 @@ def test_time_metrics() -> None:
             "perf/busy_share/serve": 0.25,
             "perf/busy_share/train": 0.6,
             "perf/busy_share/value": 0.4,
+            "perf/idle_share/serve": 0.75,
+            "perf/idle_share/train": 0.4,
+            "perf/idle_share/value": 0.6,
             "perf/driver_share": 0.05,
         }
     )

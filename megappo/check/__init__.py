@@ -12,6 +12,7 @@ from megappo.check.findings import Advice, Lacking, on_files
 from megappo.check.layouts import layout_findings, memory_findings, pool_findings
 from megappo.check.memory import fit_findings
 from megappo.check.models import end_of_text_findings, model_findings
+from megappo.check.overlap import overlap_findings
 from megappo.check.rewards import reward_findings, reward_model_findings, reward_time_findings, sandbox_findings
 from megappo.check.run_folder import run_findings
 from megappo.config import Config, ConfigError, load_config
@@ -74,4 +75,5 @@ def _findings(config: Config) -> Iterator[str]:
     yield from memory_findings(config, specs)
     yield from sampling_findings(config)
     yield from ppo_findings(config)
+    yield from overlap_findings(config)
     yield from best_findings(config)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import ray
 
-from megappo.cluster.calls import Calls, Pending
+from megappo.cluster.calls import Calls, Pending, WorkerLost
 from megappo.cluster.dataflow import Batch, TableRef
 from megappo.cluster.groups import Group, MegatronGroup, Member, RolloutGroup, layouts
 from megappo.cluster.pools import Pool, end_on_sigterm, reserve_pools, start_ray
 from megappo.cluster.rewards import RewardGroup
-from megappo.cluster.serving import Serving
+from megappo.cluster.serving import Flight, Serving
 from megappo.cluster.start import RunStarter
 from megappo.cluster.watch import wait_until_gone
 from megappo.cluster.weights import WeightSync
@@ -87,8 +87,12 @@ class Cluster:
         ray.shutdown()
 
     def gather(self, *pending: Pending[Any]) -> list[Any]:
-        """See :meth:`Calls.gather`."""
-        return self.calls.gather(*pending)
+        """See :meth:`Calls.gather`; engines that generate meanwhile may be lost as :class:`Serving` allows."""
+        while True:
+            try:
+                return self.calls.gather(*pending)
+            except WorkerLost as loss:
+                self._serving.survive(loss)
 
     @property
     def trained(self) -> dict[str, MegatronGroup]:
@@ -113,10 +117,22 @@ class Cluster:
         return self._serving.group
 
     def generate(self, requests: TableRef, prompt_tokens: np.ndarray, sampling: Sampling, **options: Any) -> Batch:
-        """Sample responses; see :meth:`RolloutGroup.generation` and :meth:`Serving.generate`."""
-        return self._serving.generate(
-            lambda engines: engines.generation(requests, prompt_tokens, sampling, **options), options["version"]
+        """Sample responses; see :meth:`RolloutGroup.generation`."""
+        return self.finish(self.begin(requests, prompt_tokens, sampling, **options))
+
+    def begin(
+        self, requests: TableRef, prompt_tokens: np.ndarray, sampling: Sampling, *, ahead: bool = False, **options: Any
+    ) -> Flight:
+        """Start to sample responses; see :meth:`RolloutGroup.generation` and :meth:`Serving.begin`."""
+        return self._serving.begin(
+            lambda engines: engines.generation(requests, prompt_tokens, sampling, **options),
+            options["version"],
+            ahead=ahead,
         )
+
+    def finish(self, flight: Flight) -> Batch:
+        """See :meth:`Serving.finish`."""
+        return self._serving.finish(flight)
 
     # --- starting ------------------------------------------------------------------------------------------------
 
@@ -152,16 +168,16 @@ class Cluster:
         rewards = functions.each("build", lambda _: scoring)
         if shared:  # vLLM measures what memory is left to it, so nothing else may come and go meanwhile
             status("starting the engines")
-            self.gather(engines)
+            self.calls.gather(engines)
             if sleeping:
-                self.gather(rollout.ask("sleep", lambda _: ()))
+                self.calls.gather(rollout.ask("sleep", lambda _: ()))
         groups = {}
         for name, layout in layouts(roles, config.pools).items():
             ranks = tuple(Member(m.actor, replace(m.place, role=name), m.device) for m in members[roles[name].pool])
             groups[name] = MegatronGroup(ranks, self.calls, name, layout)
         status("loading models")
         building = [group.build(self._settings(group, roles[name])) for name, group in groups.items()]
-        self.gather(*building, rewards, *([] if shared else [engines]))
+        self.calls.gather(*building, rewards, *([] if shared else [engines]))
         self.actor, self.critic, self.reference = groups["actor"], groups.get("critic"), groups.get("reference")
         self.reward = RewardGroup(functions, groups.get("reward"), config.roles.reward, config.model_folder("actor"))
         status("connecting actor and engines")

@@ -75,7 +75,7 @@ class Selection:
             out = rows_of.join_by_id(out, pa.concat_tables(tables))
         if missing := [name for name in self.columns if name not in out.column_names]:
             raise KeyError(f"no table of the batch holds the column {missing[0]!r}")
-        return out
+        return out.select(["id", *(name for name in self.columns if name != "id")])
 
 
 @dataclass(frozen=True)
@@ -158,3 +158,10 @@ class Batch:
             raise WorkerLost(f"rows of the batch did not come within run.timeout_s = {self.limit_s:g} s") from None
         except RayError as error:
             raise WorkerLost(f"rows of the batch are gone with the process that held them: {error}") from None
+
+
+def batch_of(rows: pa.Table) -> Batch:
+    """The batch of these rows, which have ``id``, ``prompt_ids``, ``response_ids`` and all else that it shall have."""
+    responses = rows_of.lengths(rows, "response_ids")
+    tokens = rows_of.lengths(rows, "prompt_ids") + responses - 1
+    return Batch(rows_of.column(rows, "id"), tokens, responses, ((put_table(rows),),))

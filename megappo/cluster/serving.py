@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -16,10 +16,21 @@ from megappo.cluster.weights import WeightSync
 from megappo.workers.settings import EngineSettings
 
 
+@dataclass
+class Flight:
+    """A batch that is being generated; ``pending`` changes when an engine dies."""
+
+    generation: Generation
+    version: int
+    ahead: bool
+    pending: Pending[Batch]
+
+
 class Serving:
     """Engines that have devices of their own. One that dies is replaced; the others take over what it was asked.
 
-    Its state: the successors that are starting, by number of the engine, and how many died since the last weight sync.
+    Its state: what is being generated; the successors that are starting, by number of the engine; and how many died
+    since the last weight sync.
     """
 
     def __init__(
@@ -41,28 +52,50 @@ class Serving:
         self._calls: Calls = starter.calls
         self._limit, self._replaced, self._status = replacements, 0, status
         self._successors: dict[int, tuple[Member, Pending[Any]]] = {}
+        self._flights: list[Flight] = []
 
     @property
     def group(self) -> RolloutGroup:
         """The engines, successors of dead ones among them."""
         return self._weights.rollout
 
-    def generate(self, asked: Callable[[RolloutGroup], Generation], version: int) -> Batch:
-        """Generate with weights of this version, which the actor has.
+    def begin(self, asked: Callable[[RolloutGroup], Generation], version: int, *, ahead: bool = False) -> Flight:
+        """Start to generate with weights of this version, which the actor has.
+
+        Args:
+            ahead: the actor trains meanwhile, so that a successor could not get these weights from it.
+        """
+        self._put_into_service(version)
+        generation = asked(self.group)
+        flight = Flight(generation, version, ahead, self.group.generate(generation))
+        self._flights.append(flight)
+        return flight
+
+    def finish(self, flight: Flight) -> Batch:
+        """Wait for what :meth:`begin` started.
 
         Raises:
             WorkerLost: more engines died than may be replaced, or other workers.
         """
-        self._put_into_service(version)
-        generation = asked(self.group)
-        pending = self.group.generate(generation)
-        while True:
-            try:
-                (batch,) = self._calls.gather(pending)
-                return batch
-            except WorkerLost as loss:
-                self._replace(loss)
-                pending = self._redistribute(pending, generation, loss, version)
+        try:
+            while True:
+                try:
+                    (batch,) = self._calls.gather(flight.pending)
+                    return batch
+                except WorkerLost as loss:
+                    self.survive(loss)
+        finally:
+            self._flights.remove(flight)
+
+    def survive(self, loss: WorkerLost) -> None:
+        """Have the others take over what dead engines were asked, wherever it was noticed that they died.
+
+        Raises:
+            WorkerLost: the same, if that is not all there is to it.
+        """
+        self._replace(loss)
+        for flight in self._flights:
+            self._redistribute(flight, loss)
 
     def sync_weights(self, version: int) -> int:
         """See :meth:`WeightSync.sync`; engines that died while they had nothing to do are replaced before."""
@@ -89,20 +122,20 @@ class Serving:
             build = Group((member,), self._calls).each("build", lambda _: (self._settings,))
             self._successors[rank] = member, build
 
-    def _redistribute(
-        self, pending: Pending[Batch], generation: Generation, loss: WorkerLost, version: int
-    ) -> Pending[Batch]:
+    def _redistribute(self, flight: Flight, loss: WorkerLost) -> None:
         """The same generation without the dead: what they had done is lost too, since they held it."""
         dead = {place.rank for place in loss.died}
-        self._calls.forget(call for call in pending.calls if call.place.rank in dead)
+        calls = list(flight.pending.calls)
+        self._calls.forget(call for call in calls if call.place.rank in dead)
         if not (serving := self._in_service()):
-            self._put_into_service(version)
+            if flight.ahead:
+                raise loss
+            self._put_into_service(flight.version)
             serving = self._in_service()
-        calls = list(pending.calls)
         lost = [share for share, call in enumerate(calls) if call.place.rank in dead]
         for turn, share in enumerate(lost):
-            calls[share] = self._ask(serving[turn % len(serving)], generation.shares[share])
-        return Pending(tuple(calls), pending.combine)
+            calls[share] = self._ask(serving[turn % len(serving)], flight.generation.shares[share])
+        flight.pending = Pending(tuple(calls), flight.pending.combine)
 
     def _ask(self, member: Member, share: tuple[Any, ...]) -> Call:
         return self._calls.start(member.place, "generate", member.actor.generate.remote(*share))

@@ -32,10 +32,11 @@ class KLConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
-    """Importance weights for the difference between the engines' log-probabilities and the actor's."""
+    """Importance weights for the difference between the log-probabilities of the engines, or of older weights, and the
+    actor's before its update."""
 
-    level: Literal["off", "token", "sequence"] = key(
-        "weigh each token, each response, or only log the difference", "off"
+    level: Literal["off", "token", "sequence"] | None = key(
+        "weigh each token, each response, or only log the difference; null: token with ppo.staleness, else off", None
     )
     threshold: float = key("largest weight", 2.0, above=0)
 
@@ -100,6 +101,13 @@ class PPOConfig:
     critic_warmup: int = key("first steps in which only the critic trains", 0, at_least=0)
     actor_lr: float = key("peak learning rate of the actor", at_least=0)
     critic_lr: float | None = key("peak learning rate of the critic", None, at_least=0)
+    staleness: int = key(
+        "steps by which responses may be older than the weights that train on them; 0: generate, then train; 1: the "
+        "next batch generates while this one trains",
+        0,
+        at_least=0,
+        at_most=1,
+    )
     overlong: OverlongConfig | None = key("penalty on responses near data.max_response; null: none", None)
     dynamic_sampling: DynamicSamplingConfig | None = key(
         "train on prompts whose responses differ in score only; null: on all", None
@@ -112,6 +120,12 @@ class PPOConfig:
     def passes(self, role: str) -> int:
         """Passes of a trained role over a step's batch."""
         return self.epochs * (self.critic_updates if role == "critic" else 1)
+
+    @property
+    def correction_level(self) -> str:
+        """What is weighed for being off-policy: "off", "token" or "sequence"."""
+        by_default = "token" if self.staleness else "off"
+        return self.correction.level or by_default
 
     @property
     def needs_critic(self) -> bool:

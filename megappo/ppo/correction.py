@@ -4,6 +4,10 @@ vLLM and Megatron compute the same weights with other kernels and in other order
 log-probabilities differ; treated as on-policy, that is a bias (Yao et al., "Your Efficient RL Framework Secretly Brings
 You Off-Policy RL Training", 2025). Importance weights undo it, truncated so that they stay bounded (Ionides, "Truncated
 Importance Sampling", 2008; V-trace, arXiv:1802.01561, equation 1).
+
+The same weights undo that responses were drawn from older weights. PPO's own ratio is then taken against the policy
+just before the update, so that its clip bounds the update, and the weights alone account for what drew the tokens: the
+decoupled objective of Hilton et al. (arXiv:2110.00641) and AReaL (arXiv:2505.24298, section 5.2).
 """
 
 from __future__ import annotations

@@ -99,6 +99,17 @@ BATCH_COLUMNS = (
 returns."""
 
 
+def staleness_metrics(rows: pa.Table, step: int) -> Metrics:
+    """By how many updates the weights that drew a batch are older than those that train on it.
+
+    Args:
+        rows: ``weight_version``, of the weights that each response was begun with.
+        step: that trains on them, which is the version of its weights.
+    """
+    updates = step - batch.column(rows, "weight_version")
+    return {"staleness/mean": float(updates.mean()), "staleness/max": float(updates.max())}
+
+
 def busy_seconds(intervals: Iterable[Interval]) -> float:
     """Length of the union of intervals, in seconds."""
     total, until = 0.0, -np.inf
@@ -129,7 +140,7 @@ PHASES: Mapping[tuple[str, str], str] = {
 
 
 def time_metrics(spans: Iterable[Any], step_s: float) -> Metrics:
-    """Time of each phase (while any of its workers was busy with it), busy share of each pool, and the driver's share.
+    """Time of each phase (any of its workers is busy with it), busy and idle share of each pool, and the driver's.
 
     ``perf/device_memory_gb/<phase>`` is what was taken of the fullest device when a worker's turn ended.
 
@@ -148,6 +159,8 @@ def time_metrics(spans: Iterable[Any], step_s: float) -> Metrics:
                 taken[phase] = max(taken.get(phase, 0.0), span.device_memory_gib)
     out = {f"timing_s/{phase}": busy_seconds(found) for phase, found in phases.items()}
     out.update({f"perf/device_memory_gb/{phase}": gib for phase, gib in taken.items()})
-    out.update({f"perf/busy_share/{pool}": busy_seconds(found) / step_s for pool, found in pools.items()})
+    for pool, found in pools.items():
+        busy = busy_seconds(found) / step_s
+        out |= {f"perf/busy_share/{pool}": busy, f"perf/idle_share/{pool}": max(1.0 - busy, 0.0)}
     out["perf/driver_share"] = max(1.0 - busy_seconds(everything) / step_s, 0.0)
     return out

@@ -56,7 +56,7 @@ class ActorObjective:
     @property
     def columns(self) -> tuple[str, ...]:
         kl = ("ref_logprobs",) if self.ppo.kl.loss_coef else ()
-        correction = ("correction",) if self.ppo.correction.level != "off" else ()
+        correction = ("correction",) if self.ppo.correction_level != "off" else ()
         return ("logprobs", "advantages", *kl, *correction)
 
     def __call__(
