@@ -300,7 +300,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("convert", help=text, description=text)
     command.add_argument("source", metavar="SRC", help="Hugging Face folder, torch_dist checkpoint, or a run's folder")
     command.add_argument("destination", metavar="DST", help="folder to make")
-    command.add_argument("--to", choices=("hf", "megatron"), help="default: the format that SRC is not in")
+    command.add_argument("--to", choices=("hf", "megatron", "peft"), help="default: the format that SRC is not in")
     command.add_argument("--tp", type=int, default=1, metavar="N", help="to megatron: cut the files for N tensor ranks")
     command.add_argument("--pp", type=int, default=1, metavar="N", help="to megatron: and N pipeline stages")
     command.add_argument("--role", choices=("actor", "critic", "reward"), help="whose weights, of a run")

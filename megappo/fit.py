@@ -23,7 +23,7 @@ from megappo.layout.memory import (
 )
 from megappo.layout.mesh import Layout
 from megappo.models.parameters import megatron_vocabulary, vllm_vocabulary
-from megappo.models.spec import ModelSpec, read_model_spec
+from megappo.models.spec import ModelSpec, read_model_spec, with_lora
 
 CHUNK_BYTES = 512 << 20
 """As :data:`megappo.models.language_head.CHUNK_BYTES`, which cannot be imported without torch."""
@@ -142,6 +142,7 @@ def stage_memory(
             lengths there are: the longest rows that fill a micro-batch to its budget.
     """
     longest = config.data.max_prompt + config.data.max_response - 1  # the last token predicts nothing
+    adapters = with_lora(spec, role.lora).layer_adapters(role.tp)
 
     def use(rows: int) -> RoleUse:
         own = -(-rows // layout.dp)
@@ -159,6 +160,7 @@ def stage_memory(
             micro_batches=micro_batches,
             recompute=role.recompute,
             chunk_bytes=CHUNK_BYTES,
+            adapters=adapters,
         )
 
     # Scoring goes over the whole batch of a step, whose micro-batches may be larger than those of a mini-batch.

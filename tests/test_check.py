@@ -230,6 +230,28 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
         ("roles.reward.function=score.py:reward",),
         "roles.reward.function: score.py:reward: score.py does not define reward: it defines compute_score",
     ),
+    "adapters of unknown layers": (
+        ("roles.actor.lora={rank: 4, targets: [q_proj, query]}",),
+        "roles.actor.lora.targets: 'query' is no linear layer to adapt: known for qwen2 are q_proj, k_proj, v_proj, "
+        "o_proj, gate_proj, up_proj, down_proj, or all-linear alone",
+    ),
+    "adapters of full rank": (
+        ("roles.critic.lora.rank=32",),
+        "roles.critic.lora.rank: 32 is not low for q_proj, whose full rank is 32: give less (8 to 64 are usual), or "
+        "leave q_proj out of targets",
+    ),
+    "adapters of no rank": (
+        ("roles.actor.lora.rank=0",),
+        "roles.actor.lora.rank: 0 is out of range: give an integer >= 1 (rank of the adapters)",
+    ),
+    "adapters of no size": (
+        ("roles.actor.lora.alpha=0",),
+        "roles.actor.lora.alpha: 0 is out of range: give a number > 0 (adapters are scaled by alpha / rank)",
+    ),
+    "adapters that never train": (
+        ("roles.reference.lora.rank=4",),
+        "roles.reference.lora: nothing trains here: leave it out",
+    ),
     "no reward package": (
         ("roles.reward.function=no_such_package.module",),
         "roles.reward.function: no_such_package.module: there is no module 'no_such_package' on the Python path: "

@@ -33,6 +33,10 @@ def test_resuming(project: Project) -> None:
         "set it back, or choose another run.dir",
         "ppo.mini_batch: 8 differs from 16, with which the run in run began: set it back, or choose another run.dir",
     )
+    assert project.report("roles.actor.lora.rank=4").errors == (
+        "roles.actor.lora: {rank: 4, alpha: 32.0, targets: all-linear} differs from null, with which the run in run "
+        "began: set it back, or choose another run.dir",
+    )
     assert project.report("run.steps=5").warnings == (
         "run.steps: 5 steps are done, as run has a checkpoint of step 5: raise run.steps, or choose another run.dir",
     )

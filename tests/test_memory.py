@@ -11,11 +11,12 @@ from qwen import write_qwen
 from tiny import make_model
 
 from megappo import fit
+from megappo.config import LoraConfig
 from megappo.layout.memory import GIB, RoleUse, engine_memory, parts, role_memory, stage_parameters
 from megappo.layout.mesh import Layout
 from megappo.models import language_head
 from megappo.models.parameters import megatron_vocabulary
-from megappo.models.spec import ModelSpec, read_model_spec
+from megappo.models.spec import ModelSpec, read_model_spec, with_lora
 
 LAYER = 14_912_384
 """(896 + 1) x (896 + 2 x 128) (query, key, value, with biases) + 896 x 896 + 3 x 896 x 4864 + 2 x 896 (norms)."""
@@ -55,6 +56,20 @@ def test_weights_gradients_and_optimizer(qwen: ModelSpec) -> None:
     assert (memory.weights, memory.gradients, memory.optimizer) == (4 * ACTOR, 4 * ACTOR, 8 * ACTOR)
     memory = role_memory(qwen, Layout(), 0, actor(trained=False))
     assert dict(parts(memory)).keys() == {"weights", "scoring"}
+
+
+def test_frozen_weights_have_no_gradients_and_no_optimizer(qwen: ModelSpec) -> None:
+    """Rank 16 on all linear layers: 16 x (in + out) of each, in and out being 896, 128 (key, value) or 4864."""
+    adapted = with_lora(qwen, LoraConfig(rank=16))
+    layer = 16 * (2 * (896 + 896) + 2 * (896 + 128) + 3 * (896 + 4864))
+    assert (adapted.layer_adapters(1), adapted.num_parameters()) == (layer, ACTOR + 24 * layer)
+    # Of two ranks, each has half of q, k, v, gate and up's B, and of o and down's A.
+    assert adapted.layer_adapters(2) == 16 * (2 * (896 + 448) + 2 * (896 + 64) + 3 * (896 + 2432))
+    memory = role_memory(qwen, Layout(dp=2), 0, actor(adapters=layer))
+    assert memory.weights == 2 * (ACTOR + 24 * layer)
+    assert (memory.gradients, memory.optimizer) == (4 * 24 * layer, 6 * 24 * layer)
+    value = role_memory(qwen, Layout(pp=2), 1, actor(adapters=layer, scalar_head=True))
+    assert value.gradients == 4 * (12 * layer + 896)
 
 
 def test_what_an_update_leaves_is_what_was_measured(qwen: ModelSpec) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from collections.abc import Iterator
@@ -12,14 +13,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from engine_process import Engine, EngineError
 from ranks import run_ranks
 from tiny import make_model
 
+from megappo.config import LoraConfig
 from megappo.convert.command import Options, convert
 from megappo.data import batch
 from megappo.layout.mesh import Layout
-from megappo.models.spec import read_model_spec
+from megappo.models.spec import read_model_spec, with_lora
 from megappo.reshard.actor_to_rollout import Meeting, Probed, TransferSpec
 from megappo.reshard.agreement import disagreement
 from megappo.reshard.gloo import host_store
@@ -51,14 +54,23 @@ def send(
     version: int,
     samples: pa.Table | None,
     dies: bool,
+    lora: LoraConfig | None,
+    saved: str,
 ) -> Any:
-    """One actor rank: read the weights, join, send; then score the engine's samples."""
+    """One actor rank: read the weights, join, send; then score the engine's samples.
+
+    With ``lora`` it sends random adapters, and saves them.
+    """
     import torch.distributed as dist
 
     from megappo.workers.megatron_role import MegatronRole
     from megappo.workers.weight_sender import WeightSender
 
-    role = MegatronRole(RoleSettings(folder, layout, "float32", 200))
+    role = MegatronRole(RoleSettings(folder, layout, "float32", 200, lora=lora, seed=version))
+    if lora is not None:
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] (Megatron forks)
+        spread(role, version)
+        role.save(saved)
     sender = WeightSender(role, transfer, meeting)
     if dies and dist.get_rank() == layout.world - 1:
         time.sleep(1)  # all others have joined too
@@ -69,6 +81,14 @@ def send(
         share = samples.slice(layout.coordinates(dist.get_rank())["dp"] * 8, 8 if layout.dp > 1 else None)
         scored = role.logprobs(share, column="logprobs", temperature=SAMPLING.temperature)
     return sender.endpoint.fingerprint, sent, scored
+
+
+def spread(role: Any, seed: int) -> None:
+    """Give each B values that depend on its name and the place in it."""
+    for box in role.boxes():
+        if ".lora_B." in box.name:
+            rows, ranks = (torch.arange(o, o + n) for o, n in zip(box.offset, box.size, strict=True))
+            role.params[box.param].copy_(torch.sin((seed + len(box.name)) * rows[:, None] + 3.0 * ranks) / 10)
 
 
 @dataclass
@@ -92,15 +112,25 @@ class Case:
         )
 
     def sync(
-        self, folder: str, layout: Layout, version: int, samples: pa.Table | None = None, dies: bool = False
+        self,
+        folder: str,
+        layout: Layout,
+        version: int,
+        samples: pa.Table | None = None,
+        dies: bool = False,
+        lora: LoraConfig | None = None,
+        saved: str = "",
     ) -> tuple[int, list[Any]]:
         """Bytes received, and what each rank returned. Everything is verified."""
         transfer, store = self.transfer(layout), host_store("127.0.0.1", 60)
+        transfer = replace(transfer, model=with_lora(transfer.model, lora))
         meeting = Meeting("127.0.0.1", store.port, 60.0, verify="full")
         self.engine.start("join_transfer", transfer, 0, meeting)
         self.engine.start("receive_weights", version)
         try:
-            ranks = run_ranks(layout.world, send, folder, layout, transfer, meeting, version, samples, dies)
+            ranks = run_ranks(
+                layout.world, send, folder, layout, transfer, meeting, version, samples, dies, lora, saved
+            )
         except AssertionError:
             if not dies:
                 raise
@@ -202,6 +232,23 @@ def test_warm_update_equals_cold_load(case: Case) -> None:
     assert len(gap) > 50 and gap.mean() < MEAN_TOLERANCE
 
 
+def test_adapters_alone_travel_and_give_what_a_merged_folder_gives(case: Case, tmp_path: Path) -> None:
+    """The second ones are merged into the model's weights, not into those with the first ones."""
+    layouts, base = case.layouts, read_model_spec(case.a)
+    for version, targets in enumerate((("q_proj", "v_proj", "gate_proj", "down_proj"), ("all-linear",))):
+        lora, saved = LoraConfig(rank=3, alpha=6.0, targets=targets), str(tmp_path / f"{version}" / "actor")
+        received, ranks = case.sync(case.a, layouts[version], version, lora=lora, saved=saved)
+        assert received == sum(sent for _, sent, _ in ranks) < 4 * base.num_parameters() / 5
+        if case.tp == 1:
+            assert received == 4 * (with_lora(base, lora).num_parameters() - base.num_parameters())
+    warm, sums = generate(case.engine, 1), case.engine.call("megappo_checksums")
+
+    convert(saved, tmp_path / "merged", Options(model=case.a), print)
+    case.sync(str(tmp_path / "merged"), layouts[1], 2)  # whole weights, which is as if loaded from disk: see above
+    assert same(generate(case.engine, 2), warm)
+    assert case.engine.call("megappo_checksums") == sums != case.cold.call("megappo_checksums")
+
+
 def test_layers_that_vllm_repacks_are_put_through_its_own_reload(case: Case, tmp_path: Path) -> None:
     """The weights that an engine started from, sent to it after others: log-probabilities are those of before."""
     if case.tp > 1:
@@ -222,6 +269,12 @@ def test_layers_that_vllm_repacks_are_put_through_its_own_reload(case: Case, tmp
         assert np.abs(gap).max() < 1e-4
         repacked.sync(case.a, second, 2)
         assert same(generate(engine, 2), cold_a) and not same(warm_b, cold_a)
+        lora = LoraConfig(rank=3, alpha=6.0)
+        repacked.sync(case.a, first, 3, lora=lora, saved=str(tmp_path / "actor"))
+        adapted = generate(engine, 3)
+        convert(tmp_path / "actor", tmp_path / "merged", Options(model=case.a), print)
+        repacked.sync(str(tmp_path / "merged"), second, 4)
+        assert same(generate(engine, 4), adapted) and not same(adapted, cold_a)
         with pytest.raises(EngineError, match=r"these layers are staged here, but not in the plan: .*lm_head"):
             engine.call("join_transfer", case.transfer(first), 0, Meeting("127.0.0.1", 1, 1.0))
     finally:

@@ -1,4 +1,4 @@
-"""A whole run in which responses to a prompt are compared: no critic, no reference, and it resumes."""
+"""A whole run of low-rank adapters in which responses to a prompt are compared: no critic, and it resumes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megappo.report.run_log import read_log
 POOLS = "pools: {train: {devices_per_node: 1}, serve: {devices_per_node: 1}}\n"
 ROLES = """\
 roles:
-  actor: {pool: train, micro_batch_tokens: 100}
+  actor: {pool: train, micro_batch_tokens: 100, lora: {rank: 4, alpha: 8, targets: [q_proj, v_proj, down_proj]}}
   rollout: {pool: serve, samples_per_prompt: 3, kv_cache_gib: 0.1}
   reward: {function: "score.py:compute_score", processes: 1}
 """
@@ -50,6 +50,7 @@ def test_group_relative_run(tmp_path: Path) -> None:
         np.testing.assert_allclose(first[groups == group], (own - own.mean()) / (own.std(ddof=1) + 1e-6), atol=1e-4)
     metrics = read_log(folder / "run")[-1]["metrics"]
     assert "actor/pg_loss" in metrics
+    assert metrics["training/rollout_probs_diff_max"] < 1e-4  # the engine has merged what the actor has trained
     assert not [name for name in metrics if name.startswith(("critic/v", "timing_s/val"))]
     kept = folder / "run" / "checkpoints" / "step_3"
     assert sorted(path.name for path in kept.iterdir() if path.is_dir()) == ["actor"]

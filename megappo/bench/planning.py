@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from megappo.bench.table import BenchError, Row, show
 from megappo.layout.mesh import Layout
@@ -124,7 +125,7 @@ def _transfer(model: ModelSpec, actor: Layout, engines: int, engine_tp: int) -> 
 
 
 def _model(family: str, **sizes: int) -> ModelSpec:
-    fixed = {"num_kv_heads": 8, "head_dim": 128, "max_positions": 131072}
+    fixed: dict[str, Any] = {"num_kv_heads": 8, "head_dim": 128, "max_positions": 131072}
     return ModelSpec(
         family=family, norm_eps=1e-5, rope_theta=5e5, rope_scaling=None, tied_embeddings=False, **{**fixed, **sizes}
     )

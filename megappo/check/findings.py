@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, is_dataclass
 
 
 class Advice(str):
@@ -25,4 +26,8 @@ def under(prefix: str, lines: Iterator[str] | Sequence[str], joint: str = ": ") 
 
 def shown(value: object) -> str:
     """A value as a user would write it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"{{{', '.join(f'{name}: {shown(part)}' for name, part in asdict(value).items())}}}"
+    if value is None:
+        return "null"
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megappo.check.findings import Advice, under
+from megappo.check.lora import lora_findings
 from megappo.config import TRAINED, Config
 from megappo.layout import legality
 from megappo.models.parameters import vllm_vocabulary
@@ -81,7 +82,7 @@ def layout_findings(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[
 
 
 def memory_findings(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[str]:
-    """What a role trades for memory: 8-bit products, recomputed activations, memory that leaves between turns."""
+    """What a role trades for memory: adapters, 8-bit products, recomputed activations, memory that leaves at times."""
     rollout = config.roles.rollout.pool
     for name, role in config.roles.megatron.items():
         if role.fp8 != "none":
@@ -90,6 +91,7 @@ def memory_findings(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[
                 yield f"roles.{name}.fp8: {role.fp8} needs CUDA and bfloat16, not {wanted}: set none, or these"
             if spec := specs.get(config.model_folder(name)):
                 yield from under(f"roles.{name}", legality.fp8_problems(spec, role.tp), ".")
+        yield from lora_findings(f"roles.{name}", role, specs.get(config.model_folder(name)), trains=name in TRAINED)
         if role.recompute != "none" and name not in TRAINED:
             yield Advice(f"roles.{name}.recompute: {role.recompute} has no effect, as it never trains: leave it out")
         others = [other for other, its in config.roles.megatron.items() if its.pool == role.pool and other != name]

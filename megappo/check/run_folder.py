@@ -24,8 +24,9 @@ FIXED_ON_RESUME = (
     "ppo.mini_batch",
     "ppo.epochs",
 )
-"""Keys that a resumed run cannot change, besides the model of each role: the weights, the place in the data and the
-schedule would not be its own. Pools and layouts may change, as may lengths, rates and everything about logging."""
+"""Keys that a resumed run cannot change, besides the model and the adapters of each role: the weights, the place in the
+data and the schedule would not be its own. Pools and layouts may change, as may lengths, rates and everything about
+logging."""
 
 
 TRACKER_PACKAGES = {"mlflow": "mlflow-skinny"}
@@ -80,6 +81,8 @@ def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:
             old, new = stored.model_folder(name), config.model_folder(name)
             if old != new:
                 models[f"roles.{name}.model" if role.model else "model"] = (old, new)
+            if (before := stored.roles.megatron[name].lora) != role.lora:
+                yield f"roles.{name}.lora", before, role.lora
     yield from ((dotted, *values) for dotted, values in models.items())
     yield from differences(stored, config, FIXED_ON_RESUME)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megappo.check.findings import Advice, shown, under
+from megappo.check.lora import lora_findings
 from megappo.check.model_files import has_chat_template, tokenizer_problems, weight_problems
 from megappo.check.prompt_files import read_columns
 from megappo.check.run_folder import checkpoint_steps, differences, run_folder_problems
@@ -18,7 +19,7 @@ COLUMNS: dict[Task, tuple[str, ...]] = {
     "reward-train": ("prompt", "chosen", "rejected"),
     "sft": ("prompt", "response"),
 }
-FIXED_ON_RESUME = ("run.seed", "model", "data.train", "data.batch", "data.max_tokens", "data.shuffle")
+FIXED_ON_RESUME = ("run.seed", "model", "data.train", "data.batch", "data.max_tokens", "data.shuffle", "role.lora")
 
 
 def check_supervised_file(
@@ -91,6 +92,7 @@ def _pool_findings(config: SupervisedConfig, spec: ModelSpec | None) -> Iterator
             yield f"role.fp8: {role.fp8} needs CUDA and bfloat16, not {wanted}: set none, or these"
         if spec is not None:
             yield from under("role", legality.fp8_problems(spec, role.tp), ".")
+    yield from lora_findings("role", role, spec, trains=True)
     if pool is None:
         yield f"role.pool: {role.pool!r} is not a pool: pools are {', '.join(config.pools) or 'none'}"
         return

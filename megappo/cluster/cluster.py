@@ -203,6 +203,8 @@ class Cluster:
             recompute=role.recompute,
             fp8=role.fp8,
             offload=role.offload,
+            lora=role.lora,
+            seed=self.config.run.seed,
         )
 
     def _engine_settings(self, sleeping: bool) -> EngineSettings:

@@ -85,5 +85,7 @@ class TrainingCluster:
             recompute=config.role.recompute,
             fp8=config.role.fp8,
             offload=config.role.offload,
+            lora=config.role.lora,
+            seed=config.run.seed,
         )
         self.calls.gather(self.model.build(settings))

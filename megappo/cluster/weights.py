@@ -11,7 +11,7 @@ from megappo.cluster.calls import Calls
 from megappo.cluster.groups import MegatronGroup, RolloutGroup
 from megappo.cluster.start import host_store
 from megappo.config import Config
-from megappo.models.spec import read_model_spec
+from megappo.models.spec import read_model_spec, with_lora
 from megappo.reshard.actor_to_rollout import Meeting, Receipt, TransferSpec, total_receipt
 from megappo.reshard.agreement import disagreement
 
@@ -137,7 +137,7 @@ class WeightSync:
     def _connect(self) -> None:
         """Form the transfer group of actor and engines, and prove that weights will land where they belong."""
         transfer = TransferSpec(
-            model=read_model_spec(self.config.model_folder("actor")),
+            model=with_lora(read_model_spec(self.config.model_folder("actor")), self.config.roles.actor.lora),
             actor=self.actor.layout,
             engines=len(self.rollout.members),
             engine_tp=self.config.roles.rollout.tp,

@@ -32,6 +32,15 @@ SCALAR_HEAD = frozenset({"critic", "reward"})
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters: the model's own weights are frozen, and only the adapters (and a scalar head) train."""
+
+    rank: int = key("rank of the adapters", 16, at_least=1)
+    alpha: float = key("adapters are scaled by alpha / rank", 32.0, above=0)
+    targets: tuple[str, ...] = key("linear layers that get one, such as q_proj; or all-linear", ("all-linear",))
+
+
+@dataclass(frozen=True, kw_only=True)
 class MegatronSizes:
     """How a role is laid out on Megatron ranks. Its data-parallel size is what is left: devices / (tp * pp)."""
 
@@ -48,6 +57,7 @@ class MegatronSizes:
         "what waits in host memory while other roles use the devices: gradients and optimizer state, or weights too",
         "none",
     )
+    lora: LoraConfig | None = key("train low-rank adapters instead of all weights; null: all weights", None)
     model: str | None = key("a model folder of its own", None)
 
 

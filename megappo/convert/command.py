@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megappo.convert.adapters import ToMerged, ToPeft, has_adapters
 from megappo.convert.destination import check_destination, is_made, writing
 from megappo.convert.source import Source, find_source
 from megappo.convert.to_hugging_face import ToHuggingFace
@@ -24,7 +25,7 @@ class Options:
     """How to convert.
 
     Attributes:
-        to: "hf" or "megatron"; by default the one that the source is not.
+        to: "hf" or "megatron"; by default the one that the source is not. Of adapters: "hf" (merged) or "peft".
         tp, pp: to Megatron: whose ranks' parts the files will be.
         role: of a run's checkpoint; by default the actor, or the reward model of reward-train.
         model: folder of the config and tokenizer of a Megatron checkpoint that does not say.
@@ -80,13 +81,15 @@ def _write(found: Source, folder: Path, options: Options, record: dict[str, Any]
     begin = time.monotonic()
     dtype = getattr(torch, options.dtype) if options.dtype else None
     bucket_bytes = options.bucket_mb * 2**20
-    work: ToMegatron | ToHuggingFace
+    work: ToMegatron | ToHuggingFace | ToMerged | ToPeft
     if found.format == "hf":
         work = ToMegatron(found.folder, dtype, Layout(tp=options.tp, pp=options.pp), bucket_bytes)
     else:
         shard_bytes = int(options.shard_gb * 1e9)
         scores = found.folder.name == "reward"
-        work = ToHuggingFace(found.folder, found.model_folder, dtype, shard_bytes, bucket_bytes, scores=scores)
+        adapted = ToPeft if options.to == "peft" else ToMerged
+        kind = adapted if has_adapters(found.folder) else ToHuggingFace
+        work = kind(found.folder, found.model_folder, dtype, shard_bytes, bucket_bytes, scores=scores)
     check_destination(folder, overwrite=options.overwrite, needed_bytes=work.num_bytes)
     try:
         with writing(folder, record) as partial:
@@ -94,8 +97,9 @@ def _write(found: Source, folder: Path, options: Options, record: dict[str, Any]
     except OSError as error:
         raise ModelError([f"{folder}: cannot be written ({error}): free or change its disk"]) from None
     head = "scalar" if work.scalar_head else "language-model"
+    what = "adapters of " if isinstance(work, ToPeft) else ""
     say(
-        f"{folder}: {work.spec.family} with a {head} head, {work.num_bytes / 1e9:.2f} GB "
+        f"{folder}: {what}{work.spec.family} with a {head} head, {work.num_bytes / 1e9:.2f} GB "
         f"in {time.monotonic() - begin:.1f} s"
     )
 
@@ -108,10 +112,15 @@ def _check(found: Source, folder: Path, options: Options) -> None:
     """What is wrong with the call itself."""
     other = {"hf": "megatron", "megatron": "hf"}[found.format]
     problems = []
-    if options.to not in (None, other):
+    adapted = has_adapters(found.folder)
+    if options.to == "peft" and not adapted:
+        problems.append(f"--to peft: {found.folder} has no adapters: leave it out")
+    elif options.to not in (None, other, "peft"):
         problems.append(f"--to {options.to}: {found.folder} is in that format already: give --to {other}, or copy it")
     if found.format == "megatron" and (options.tp, options.pp) != (1, 1):
         problems.append("--tp, --pp: a Hugging Face folder has no layout: leave them out")
+    if options.verify and adapted:
+        problems.append("--verify: adapters have no other side to be compared with: leave it out")
     for name in ("tp", "pp", "shard_gb", "bucket_mb"):
         if getattr(options, name) <= 0:
             problems.append(f"--{name.replace('_', '-')} {getattr(options, name)}: must be positive")
@@ -126,6 +135,13 @@ def _check(found: Source, folder: Path, options: Options) -> None:
 
 def _record(found: Source, options: Options) -> dict[str, Any]:
     """What decides the result: if this is the same, so is the result."""
+    form = {"to": "peft"} if options.to == "peft" else {}
     files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in found.weight_files()}
     chosen = {name: asdict(options)[name] for name in ("tp", "pp", "dtype", "shard_gb", "bucket_mb")}
-    return {"source": str(found.folder.resolve()), "model": str(found.model_folder.resolve()), "files": files, **chosen}
+    return {
+        "source": str(found.folder.resolve()),
+        "model": str(found.model_folder.resolve()),
+        "files": files,
+        **chosen,
+        **form,
+    }

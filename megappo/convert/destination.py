@@ -40,7 +40,7 @@ def check_destination(folder: Path, *, overwrite: bool, needed_bytes: int) -> No
             raise ModelError(
                 [f"{folder}: is there already, made from something else: choose another DST, or --overwrite"]
             )
-        if not any((folder / name).is_file() for name in (RECORD, "config.json", ".metadata")):
+        if not any((folder / name).is_file() for name in (RECORD, "config.json", "adapter_config.json", ".metadata")):
             raise ModelError([f"{folder}: is no model, so it is not overwritten: remove it, or choose another DST"])
     if not os.access(parent, os.W_OK | os.X_OK):
         raise ModelError([f"{folder}: {parent} is not writable: choose another DST, or change its permissions"])

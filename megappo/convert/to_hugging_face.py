@@ -85,9 +85,9 @@ class ToHuggingFace:
         shapes = {key: shape for key, shape in shapes.items() if key.startswith(MODEL)}
         self.scalar_head = shapes.get(LM_HEAD.megatron) == (1, self.spec.hidden_size)
         self.tensors = megatron_tensors(self.spec, scalar_head=self.scalar_head)
-        _check_shapes(folder, model_folder, self.tensors, shapes, self.spec.num_layers)
-        self.parts = [part for chunk in chunks if chunk.key in shapes for part in _parts(chunk, self.tensors)]
-        _check_cover(folder, self.parts, shapes)
+        check_shapes(folder, model_folder, self.tensors, shapes, self.spec.num_layers)
+        self.parts = [part for chunk in chunks if chunk.key in shapes for part in parts_of(chunk, self.tensors)]
+        check_cover(folder, self.parts, shapes)
         dtypes = {box.name: part.chunk.dtype for part in self.parts for box in part.tensor.boxes}
         self.forms = {
             name: (dtype or dtypes[name], shape)
@@ -103,14 +103,14 @@ class ToHuggingFace:
     def write(self, destination: Path, processes: int) -> None:
         """Write the folder into an empty one."""
         places = make_room(destination, self.forms, self.shard_bytes)
-        copy = partial(_copy, self.folder, places, self.bucket_bytes)
+        copy = partial(copy_part, self.folder, places, self.bucket_bytes)
         shared(copy, self.parts, [part.num_bytes for part in self.parts], processes)
         copy_companions(self.model_folder, destination)
         widest = max((dtype for dtype, _ in self.forms.values()), key=lambda dtype: dtype.itemsize)
         fit_config(destination, widest, head=self.head)
 
 
-def _parts(chunk: Chunk, tensors: Mapping[str, MegatronTensor]) -> list[Part]:
+def parts_of(chunk: Chunk, tensors: Mapping[str, MegatronTensor]) -> list[Part]:
     """What a chunk holds of each parameter."""
     if chunk.key in tensors:
         return [Part(tensors[chunk.key], chunk.offset, chunk.size, chunk, None)]
@@ -122,13 +122,14 @@ def _parts(chunk: Chunk, tensors: Mapping[str, MegatronTensor]) -> list[Part]:
     ]
 
 
-def _copy(folder: Path, places: Mapping[str, Stored], bucket_bytes: int, part: Part) -> None:
+def copy_part(folder: Path, places: Mapping[str, Stored], bucket_bytes: int, part: Part) -> None:
+    """Copy a part to where its tensors belong."""
     source = part.stored(folder)
     for name, (there, size), here in part.tensor.overlaps(part.offset, part.size):
         copy_block(source, here, places[name], there, size, bucket_bytes)
 
 
-def _check_shapes(
+def check_shapes(
     folder: Path,
     model_folder: Path,
     tensors: Mapping[str, MegatronTensor],
@@ -167,7 +168,7 @@ def _stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]
     return out
 
 
-def _check_cover(folder: Path, parts: list[Part], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_cover(folder: Path, parts: list[Part], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Chunks never overlap (replicas are written once), so it is enough to count."""
     missing = {key: prod(shape) for key, shape in shapes.items()}
     for part in parts:

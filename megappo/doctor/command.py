@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.check import check_file
-from megappo.config import Config
+from megappo.config import TRAINED, Config
 
 BAD_INPUT = 2
 FOUND = 1
@@ -90,11 +90,15 @@ def _allocation(config: Config) -> int:
 
 def checkpoint_bytes(config: Config) -> int:
     """Of one checkpoint: weights and optimizer state of actor and critic."""
-    from megappo.models.spec import read_model_spec
+    from megappo.models.lora import is_adapter
+    from megappo.models.spec import read_model_spec, with_lora
 
-    trained = [name for name in config.roles.megatron if name != "reference"]
-    specs = [read_model_spec(config.model_folder(name)) for name in trained]
-    parameters = sum(prod(shape) for spec in specs for shape in spec.hf_shapes().values())
+    parameters = 0
+    for name, role in config.roles.megatron.items():
+        if name in TRAINED:
+            spec = with_lora(read_model_spec(config.model_folder(name)), role.lora)
+            held = [shape for tensor, shape in spec.hf_shapes().items() if spec.lora is None or is_adapter(tensor)]
+            parameters += sum(map(prod, held))
     return parameters * STATE_BYTES[config.run.dtype]
 
 

@@ -31,6 +31,9 @@ PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0}
 BACKWARD = 2.0
 """A backward pass does the work of this many forward passes."""
 
+FROZEN_BACKWARD = 1.0
+"""The same where no gradients of weights are taken (attention's share, twice a forward pass's, counted once)."""
+
 
 def forward_flops(shape: Shape, lengths: Iterable[int], head_tokens: int) -> float:
     """Operations of one forward pass: two for each multiply-add, causal attention counted at half its square.

@@ -53,6 +53,8 @@ class RoleUse:
         micro_batches: of one optimizer step, on each data-parallel rank; a pipeline keeps several in flight.
         recompute: activations computed again in the backward pass: "none", "selective" (the MLP's) or "full".
         chunk_bytes: the head's logits of one chunk, had they float32 (``CHUNK_BYTES`` of the language-model head).
+        adapters: weights of one layer's low-rank adapters on one rank. Where there are any, nothing else trains but a
+            scalar head.
     """
 
     vocabulary: int
@@ -63,6 +65,7 @@ class RoleUse:
     micro_batches: int
     recompute: str
     chunk_bytes: int
+    adapters: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,12 @@ def stage_parameters(shape: Shape, layout: Layout, stage: int, *, vocabulary: in
     return count
 
 
+def stage_adapters(shape: Shape, layout: Layout, stage: int, *, adapters: int, scalar_head: bool) -> int:
+    """Parameters that train on one rank of a pipeline stage, if only a layer's adapters and a scalar head do."""
+    head = shape.hidden_size if scalar_head and stage == layout.pp - 1 else 0
+    return len(stage_layers(shape.num_layers, layout.pp)[stage]) * adapters + head
+
+
 def role_memory(shape: Shape, layout: Layout, stage: int, use: RoleUse) -> RoleMemory:
     """What a role takes on each device of one pipeline stage.
 
@@ -127,6 +136,10 @@ def role_memory(shape: Shape, layout: Layout, stage: int, use: RoleUse) -> RoleM
         KeyError: ``use.recompute`` is no choice.
     """
     count = stage_parameters(shape, layout, stage, vocabulary=use.vocabulary, scalar_head=use.scalar_head)
+    trained = count
+    if use.adapters:
+        trained = stage_adapters(shape, layout, stage, adapters=use.adapters, scalar_head=use.scalar_head)
+        count += len(stage_layers(shape.num_layers, layout.pp)[stage]) * use.adapters
     # Of float32 weights the distributed optimizer keeps no second copy.
     state = (2 if use.item_bytes == FLOAT32 else 3) * FLOAT32
     per_token = _PerToken(shape, layout)
@@ -141,8 +154,8 @@ def role_memory(shape: Shape, layout: Layout, stage: int, use: RoleUse) -> RoleM
     scoring = (per_token.forward() * use.item_bytes + between_stages) * use.tokens
     return RoleMemory(
         weights=count * use.item_bytes,
-        gradients=count * FLOAT32 if use.trained else 0,
-        optimizer=-(-count // (layout.dp * layout.cp)) * state if use.trained else 0,
+        gradients=trained * FLOAT32 if use.trained else 0,
+        optimizer=-(-trained // (layout.dp * layout.cp)) * state if use.trained else 0,
         activations=in_flight * use.tokens * (layers * kept + final_norm) if use.trained else 0,
         backward=max(in_layer * use.tokens, in_head) if use.trained else 0,
         scoring=max(scoring, _head(shape, layout, use, backward=False) if last else 0),
@@ -208,7 +221,8 @@ def _head(shape: Shape, layout: Layout, use: RoleUse, *, backward: bool) -> int:
     logits = chunks * rows * width * use.item_bytes
     if not backward:
         return 2 * hidden + logits
-    return 3 * hidden + logits + width * shape.hidden_size * use.item_bytes  # the head's gradient in a chunk
+    gradient = 0 if use.adapters else width * shape.hidden_size * use.item_bytes  # of the head in a chunk
+    return 3 * hidden + logits + gradient
 
 
 # --- vLLM ------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from megappo.layout.devices import DeviceProfile
-from megappo.layout.memory import Shape, stage_parameters
+from megappo.layout.memory import Shape, stage_adapters, stage_parameters
 from megappo.layout.mesh import Layout, stage_layers
 from megappo.layout.timeline import Phase, total
 
@@ -52,6 +52,7 @@ class PassUse:
         micro_batch_tokens: token budget of a micro-batch.
         length: tokens of a sequence.
         head_tokens: of them, tokens whose logits are needed.
+        adapters: as in :class:`megappo.layout.memory.RoleUse`; the time of their own narrow products is not counted.
     """
 
     vocabulary: int
@@ -61,6 +62,7 @@ class PassUse:
     micro_batch_tokens: int
     length: float
     head_tokens: float
+    adapters: int = 0
 
 
 def scoring_phase(shape: Shape, layout: Layout, use: PassUse, device: DeviceProfile, sequences: int) -> Phase:
@@ -88,10 +90,13 @@ def update_phase(
 
 def optimizer_phase(shape: Shape, layout: Layout, use: PassUse, device: DeviceProfile) -> Phase:
     """What ends an optimizer step: gradients added up over replicas, Adam, weights given back to the replicas."""
-    largest = max(
-        stage_parameters(shape, layout, stage, vocabulary=use.vocabulary, scalar_head=use.scalar_head)
-        for stage in {0, layout.pp - 1}
-    )
+
+    def trained(stage: int) -> int:
+        if use.adapters:
+            return stage_adapters(shape, layout, stage, adapters=use.adapters, scalar_head=use.scalar_head)
+        return stage_parameters(shape, layout, stage, vocabulary=use.vocabulary, scalar_head=use.scalar_head)
+
+    largest = max(trained(stage) for stage in {0, layout.pp - 1})
     replicas = layout.dp * layout.cp
     link = device.link(layout.tp * replicas > device.devices_per_node) * REDUCE
     exchanged = (4 + use.item_bytes) * largest * (replicas - 1) / replicas
@@ -141,7 +146,8 @@ def _stage(
     forward = total([layer.times(layers), ends])
     out = [forward, _waiting(forward, layers * LAUNCH_FORWARD)]
     if train:
-        again = {PRODUCTS: 2.0, ATTENDING: 2.5, HEAD: 2.0, MEMORY: 2.0, TENSOR: 1.0}
+        products = 1.0 if use.adapters else 2.0  # of frozen weights no gradient is taken
+        again = {PRODUCTS: products, ATTENDING: 2.5, HEAD: products, MEMORY: 2.0, TENSOR: 1.0}
         backward = Phase({name: seconds * again[name] for name, seconds in forward.parts.items()})
         if use.recompute == "full":
             backward = total([backward, layer.times(layers)])

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from megappo.layout.mesh import Layout, stage_layers
 from megappo.models import megatron_cpu
+from megappo.models.adapters import add_adapters
 from megappo.models.layers import block_spec
 from megappo.models.parameters import megatron_vocabulary
 from megappo.models.process_groups import ProcessGroupCollection, device
@@ -137,6 +138,8 @@ def build_model(
         model.rotary_pos_emb.inv_freq = llama3_inverse_frequencies(model.rotary_pos_emb.inv_freq, spec.rope_scaling)
     if scalar_head and last:
         model.output_layer = ScalarHead(config, groups)
+    if spec.lora is not None:
+        add_adapters(model, spec, groups.tp)
     return model.to(device())
 
 

@@ -18,6 +18,7 @@ class Split(Enum):
     COLUMNS = "columns"  # axis 1
     QKV = "qkv"  # q, k and v fused: Megatron interleaves them by key/value group, vLLM stacks all q, all k, all v
     GATE_UP = "gate_up"  # gate and up fused: each rank stacks its part of both
+    KEY_VALUES = "key_values"  # axis 0, by key/value head: where vLLM has more workers than heads, they hold copies
     VOCABULARY = "vocabulary"  # axis 0, padded at the end by each system in its own way
 
 

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from megappo.config import LoraConfig
 from megappo.models.families import Family, known_families
-from megappo.models.parameters import EMBEDDING, EXPERT, FINAL_NORM, LM_HEAD, QK_NORM, QKV_BIAS, SCALAR_HEAD, Parameter
+from megappo.models.lora import ALL_LINEAR, Lora, adapter_parameters, is_adapter, projections
+from megappo.models.parameters import (
+    EMBEDDING,
+    EXPERT,
+    FINAL_NORM,
+    LM_HEAD,
+    QK_NORM,
+    QKV_BIAS,
+    SCALAR_HEAD,
+    Parameter,
+    Split,
+)
 
 
 class ModelError(ValueError):
@@ -37,7 +50,8 @@ class Llama3RopeScaling:
 class ModelSpec:
     """Everything about a model that layouts, weight tables and Megatron need. Sizes are in elements.
 
-    In a mixture of ``num_experts`` experts, ``ffn_hidden_size`` is the width of one of them.
+    In a mixture of ``num_experts`` experts, ``ffn_hidden_size`` is the width of one of them. With ``lora`` the layers
+    have adapters, whose factors are parameters like any other.
     """
 
     family: str
@@ -54,11 +68,18 @@ class ModelSpec:
     rope_scaling: Llama3RopeScaling | None
     tied_embeddings: bool
     num_experts: int = 0
+    lora: Lora | None = None
 
     @property
     def layer(self) -> tuple[Parameter, ...]:
         """The parameters of one transformer layer."""
-        return known_families()[self.family].layer
+        layer = known_families()[self.family].layer
+        return layer if self.lora is None else layer + adapter_parameters(layer, self.lora.targets)
+
+    @property
+    def base(self) -> ModelSpec:
+        """The model without adapters."""
+        return replace(self, lora=None)
 
     @property
     def qkv_bias(self) -> bool:
@@ -80,6 +101,7 @@ class ModelSpec:
             "head_dim": self.head_dim,
             "vocab": self.vocab_size,
             "experts": self.num_experts,
+            "rank": self.lora.rank if self.lora else 0,
             "one": 1,
         }
 
@@ -103,6 +125,15 @@ class ModelSpec:
         out.update(tensors("", FINAL_NORM))
         out.update(tensors("", self.head(scalar_head)))
         return out
+
+    def layer_adapters(self, tp: int) -> int:
+        """Number of weights of one layer's adapters on one of ``tp`` tensor-parallel ranks."""
+        dims = self.dims()
+        return sum(
+            prod(dims[key] for key in factor.shapes[0]) // (1 if factor.split is Split.WHOLE else tp)
+            for factor in self.layer
+            if is_adapter(factor.hf[0])
+        )
 
     def num_parameters(self, *, scalar_head: bool = False) -> int:
         """Number of weights, tied ones counted once."""
@@ -142,6 +173,33 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
     if problems:
         raise ModelError(problems)
     return _spec(raw, family)
+
+
+def with_lora(spec: ModelSpec, config: LoraConfig | None) -> ModelSpec:
+    """The model with the adapters that a role is configured to have.
+
+    Raises:
+        ModelError: listing targets that the family does not have, and a rank that is no less than a weight's own.
+    """
+    if config is None:
+        return spec
+    known = {projection.name: projection for projection in projections(spec.base.layer)}
+    targets = tuple(known) if config.targets == (ALL_LINEAR,) else config.targets
+    choices = f"known for {spec.family} are {', '.join(known)}, or {ALL_LINEAR} alone"
+    problems = [f"targets: {name!r} is no linear layer to adapt: {choices}" for name in targets if name not in known]
+    if not targets:
+        problems.append(f"targets: empty: {choices}")
+    dims = spec.dims()
+    full = {name: min(dims[axis] for axis in known[name].shape) for name in targets if name in known}
+    narrowest = min(full, key=lambda name: full[name], default="")
+    if full and config.rank >= full[narrowest]:
+        problems.append(
+            f"rank: {config.rank} is not low for {narrowest}, whose full rank is {full[narrowest]}: give less (8 to 64 "
+            f"are usual), or leave {narrowest} out of targets"
+        )
+    if problems:
+        raise ModelError(problems)
+    return replace(spec, lora=Lora(config.rank, float(config.alpha), tuple(dict.fromkeys(targets))))
 
 
 _REQUIRED = (

@@ -14,7 +14,7 @@ from megappo.layout.memory import RoleMemory
 from megappo.layout.mesh import Layout
 from megappo.layout.timeline import ADVANTAGES, GENERATE, SLEEP, SYNC, WAKE, Busy, Phase, timeline, total
 from megappo.models.parameters import megatron_vocabulary, vllm_vocabulary
-from megappo.models.spec import ModelSpec, read_model_spec
+from megappo.models.spec import ModelSpec, read_model_spec, with_lora
 
 ADVANTAGE_S = 0.5e-6
 """Seconds of the driver for each token: reading columns, advantages, writing them (seen: 0.045 s for 93 thousand)."""
@@ -118,6 +118,7 @@ def role_phases(
         micro_batch_tokens=role.micro_batch_tokens,
         length=work.prompt + work.response - 1,
         head_tokens=work.response,
+        adapters=with_lora(spec, role.lora).layer_adapters(role.tp),
     )
     out = {SCORES[name]: passes.scoring_phase(spec, layout, use, device, work.sequences)}
     if name in UPDATES:

@@ -129,7 +129,7 @@ def _turns(config: Config, device: DeviceProfile, name: str, length: float | Non
 
 
 def host_bytes(config: Config) -> dict[str, int]:
-    """Pinned host memory that each pool's fullest node needs for what is offloaded."""
+    """Pinned host memory that each pool's fullest node needs for what is offloaded, and for weights to be merged."""
     out = {}
     for name, pool in config.pools.items():
         device = 0
@@ -140,6 +140,8 @@ def host_bytes(config: Config) -> dict[str, int]:
                 device += max(m.optimizer + (m.weights if its.offload == "all" else 0) for m in memory)
         rollout = config.roles.rollout
         if rollout.pool == name and rollout.sleep == "offload" and _shares(config):
+            device += rollout_memory(config).weights
+        if rollout.pool == name and config.roles.actor.lora is not None:
             device += rollout_memory(config).weights
         if device:
             out[name] = device * pool.devices_per_node

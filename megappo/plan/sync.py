@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from math import ceil
 
 from megappo.config import Config
-from megappo.fit import item_bytes, role_layout
+from megappo.fit import item_bytes, role_layout, rollout_memory
 from megappo.layout.devices import DeviceProfile
 from megappo.layout.memory import GIB
 from megappo.layout.timeline import Phase
-from megappo.models.spec import read_model_spec
+from megappo.models.spec import read_model_spec, with_lora
 from megappo.reshard.actor_to_rollout import TransferSpec
 from megappo.reshard.explain import LINKS, Explanation, Speeds, explain
 from megappo.reshard.plan import plan_copies
@@ -29,7 +29,15 @@ def weight_sync(config: Config, device: DeviceProfile) -> tuple[Explanation, Pha
     copies = plan_copies(*sides, transfer.places, forward=transfer.forward)
     told = explain(copies, *sides, transfer.places, item_size=item_bytes(config), speeds=speeds)
     farthest = max((link for link, size in told.planned.items() if size), default=0)
-    return told, Phase({f"copies {LINKS[farthest]}": OVERHEAD * sum(told.seconds) + FIXED})
+    copies_s = OVERHEAD * sum(told.seconds) + FIXED
+    return told, Phase({f"copies {LINKS[farthest]}": copies_s, **_merging(config, device)})
+
+
+def _merging(config: Config, device: DeviceProfile) -> dict[str, float]:
+    """What follows adapters: every engine's base weights come from host memory, to be merged."""
+    if config.roles.actor.lora is None:
+        return {}
+    return {"merging from host memory": rollout_memory(config).weights / (device.host_gb_s * 1e9)}
 
 
 def planned_transfer(config: Config, device: DeviceProfile) -> TransferSpec:
@@ -38,7 +46,7 @@ def planned_transfer(config: Config, device: DeviceProfile) -> TransferSpec:
     where = places(config, device.devices_per_node)
     engines = config.pools[rollout.pool].devices // rollout.tp
     return TransferSpec(
-        model=read_model_spec(config.model_folder("actor")),
+        model=with_lora(read_model_spec(config.model_folder("actor")), actor.lora),
         actor=role_layout(config, "actor"),
         engines=engines,
         engine_tp=rollout.tp,
@@ -69,18 +77,24 @@ def places(config: Config, devices_per_node: int) -> dict[str, Places]:
 def rough_sync(config: Config, device: DeviceProfile) -> Phase:
     """Close to :func:`weight_sync`, without a plan: whole weights into every node, or a rank's part on its device."""
     spec, rollout, actor = read_model_spec(config.model_folder("actor")), config.roles.rollout, config.roles.actor
-    size = spec.num_parameters() * item_bytes(config)
+    adapters = with_lora(spec, actor.lora).num_parameters() - spec.num_parameters()
+    size = (adapters or spec.num_parameters()) * item_bytes(config)
+    merging = _merging(config, device)
     pool, source = config.pools[rollout.pool], config.pools[actor.pool]
     part = size / rollout.tp
     if rollout.pool == actor.pool:
         same = role_layout(config, "actor").tp == rollout.tp and actor.pp == 1
-        return Phase({"copies": OVERHEAD * part / (device.bandwidth / 2 if same else device.link(False)) + FIXED})
+        return Phase(
+            {"copies": OVERHEAD * part / (device.bandwidth / 2 if same else device.link(False)) + FIXED, **merging}
+        )
     network = pool.devices + source.devices > device.devices_per_node
     link = device.link(network)
     into_nodes = size * ceil(pool.devices / device.devices_per_node) if network else part * pool.devices
     received = into_nodes / pool.devices
     forwarded = part / device.link(False) if network and rollout.tp < pool.devices_per_node else 0.0
-    return Phase({"copies": OVERHEAD * (max(received, into_nodes / source.devices) / link + forwarded) + FIXED})
+    return Phase(
+        {"copies": OVERHEAD * (max(received, into_nodes / source.devices) / link + forwarded) + FIXED, **merging}
+    )
 
 
 def sync_lines(told: Explanation) -> Iterator[str]:

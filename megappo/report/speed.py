@@ -8,17 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from megappo.config import SCALAR_HEAD, Config
-from megappo.layout.flops import BACKWARD, Shape, forward_flops
+from megappo.layout.flops import BACKWARD, FROZEN_BACKWARD, Shape, forward_flops
 from megappo.models.spec import read_model_spec
 
 
 @dataclass(frozen=True)
 class Worker:
-    """A role's model and how many devices work on it."""
+    """A role's model and how many devices work on it; whether its weights are frozen and only adapters train."""
 
     shape: Shape
     devices: int
     scalar_head: bool = False
+    frozen: bool = False
 
 
 PASSES: Mapping[str, tuple[str, bool]] = {
@@ -42,6 +43,7 @@ def speed_workers(config: Config) -> dict[str, Worker]:
             read_model_spec(config.model_folder("actor" if role == "rollout" else role)),
             config.pools[pool].devices,
             scalar_head=role in SCALAR_HEAD,
+            frozen=role in roles.megatron and roles.megatron[role].lora is not None,
         )
         for role, pool in pools.items()
     }
@@ -72,7 +74,8 @@ def speed_metrics(
             continue
         head_tokens = 0 if worker.scalar_head else int(response_tokens.sum())
         forward = forward_flops(worker.shape, tokens.tolist(), head_tokens)
-        flops = forward * (1 + BACKWARD) * passes(role) if trains else forward
+        backward = FROZEN_BACKWARD if worker.frozen else BACKWARD
+        flops = forward * (1 + backward) * passes(role) if trains else forward
         out[f"perf/tflops/{phase}"] = flops / seconds / worker.devices / 1e12
         if peak_tflops:
             out[f"perf/mfu/{phase}"] = out[f"perf/tflops/{phase}"] / peak_tflops

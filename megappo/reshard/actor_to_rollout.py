@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megappo.config import Carrier, Verify
 from megappo.layout.mesh import Layout
+from megappo.models.lora import is_adapter
 from megappo.models.parameters import EMBEDDING
 from megappo.models.spec import ModelSpec
 from megappo.reshard.agreement import Fingerprint, fingerprint
@@ -27,6 +28,7 @@ class TransferSpec:
     Ranks of the transfer group: first the actor's ranks, then the engines' workers, engine by engine.
 
     Attributes:
+        model: the actor's; if it has adapters, nothing but these moves, and engines merge them into their weights.
         actor: the actor's layout.
         engines: number of vLLM engines.
         engine_tp: tensor-parallel size of each.
@@ -59,12 +61,17 @@ class TransferSpec:
 
     def sources(self) -> list[Shard]:
         """What the actor's ranks hold."""
-        return megatron_shards(self.model, self.actor, fused_norms=self.fused_norms)
+        return self._moving(megatron_shards(self.model, self.actor, fused_norms=self.fused_norms))
 
     def destinations(self) -> list[Shard]:
         """What the engines' workers hold."""
         first, experts = self.worker_rank(0, 0), self.expert_parallel
-        return vllm_shards(self.model, self.engine_tp, self.engines, first, expert_parallel=experts)
+        return self._moving(vllm_shards(self.model, self.engine_tp, self.engines, first, expert_parallel=experts))
+
+    def _moving(self, shards: list[Shard]) -> list[Shard]:
+        if self.model.lora is None:
+            return shards
+        return [Shard(shard.ranks, [box for box in shard.boxes if is_adapter(box.name)]) for shard in shards]
 
     def plan(self) -> tuple[Copy, ...]:
         """Who sends what to whom."""

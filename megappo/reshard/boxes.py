@@ -248,6 +248,9 @@ def _pieces(
         yield 0, begin, min(begin + held, rows) - begin
     elif split is Split.QKV:
         yield from _interleaved_qkv(spec, tp, at) if interleaved else _stacked_qkv(spec, tp, at)
+    elif split is Split.KEY_VALUES:
+        rows = max(spec.num_kv_heads // tp, 1) * spec.head_dim
+        yield 0, at * spec.num_kv_heads // tp * spec.head_dim, rows
     else:
         for which, shape in enumerate(shapes):
             extent = shape[1 if split is Split.COLUMNS else 0]

@@ -47,12 +47,15 @@ def find_tensors(folder: str | Path) -> dict[str, Stored]:
     return {name: headers[path][name] for name, path in files.items()}
 
 
-def make_room(folder: Path, tensors: Mapping[str, Form], shard_bytes: int) -> dict[str, Stored]:
+def make_room(
+    folder: Path, tensors: Mapping[str, Form], shard_bytes: float, *, single: str = "model.safetensors"
+) -> dict[str, Stored]:
     """Write the headers (and the index, where there are several files) of a folder that will hold these tensors.
 
     Args:
         tensors: in the order in which they shall be spread over files.
         shard_bytes: limit of a file's size; a tensor that is larger has a file of its own.
+        single: name of the file if there is but one.
 
     Returns:
         Where each tensor's values belong; until they are written, they are zero.
@@ -60,7 +63,7 @@ def make_room(folder: Path, tensors: Mapping[str, Form], shard_bytes: int) -> di
     shards = list(_shards(tensors, shard_bytes))
     places: dict[str, Stored] = {}
     for number, names in enumerate(shards, 1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file = single if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         places.update(_write_header(folder / file, {name: tensors[name] for name in names}))
     if len(shards) > 1:
         index = {
@@ -74,7 +77,7 @@ def make_room(folder: Path, tensors: Mapping[str, Form], shard_bytes: int) -> di
     return places
 
 
-def _shards(tensors: Mapping[str, Form], shard_bytes: int) -> Iterator[list[str]]:
+def _shards(tensors: Mapping[str, Form], shard_bytes: float) -> Iterator[list[str]]:
     names: list[str] = []
     filled = 0
     for name, (dtype, shape) in tensors.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,15 @@ import torch.distributed as dist
 from megappo.data import batch
 from megappo.data.sequences import ending_rows
 from megappo.layout.legality import FP8_MULTIPLE
+from megappo.models.adapters import freeze
 from megappo.models.build import build_model
 from megappo.models.language_head import LanguageHead
+from megappo.models.lora import is_adapter, is_trained
 from megappo.models.process_groups import device, make_process_groups
-from megappo.models.spec import read_model_spec
+from megappo.models.spec import read_model_spec, with_lora
 from megappo.reshard.boxes import Box, megatron_boxes
 from megappo.reshard.files import load_weights
+from megappo.reshard.merge import initialise
 from megappo.rewards.reading import make_reader
 from megappo.workers.micro_batch import MicroBatch, make_micro_batches
 from megappo.workers.objectives import Objective
@@ -48,7 +51,7 @@ class MegatronRole:
 
     def __init__(self, settings: RoleSettings) -> None:
         self.settings = settings
-        self.spec = read_model_spec(settings.folder)
+        self.spec = with_lora(read_model_spec(settings.folder), settings.lora)
         self.dtype = getattr(torch, settings.dtype)
         self.groups = make_process_groups(settings.layout, settings.timeout_s)
         self.model = build_model(
@@ -61,7 +64,11 @@ class MegatronRole:
             fp8=settings.fp8,
         )
         self.params = {name: param.data for name, param in self.model.named_parameters()}
-        load_weights(settings.folder, self.spec, self.boxes(), self.params, scalar_head=settings.scalar_head)
+        base = [box for box in self.boxes() if not is_adapter(box.name)]
+        load_weights(settings.folder, self.spec.base, base, self.params, scalar_head=settings.scalar_head)
+        if self.spec.lora is not None:
+            initialise(self.spec, self.params, self.boxes(), settings.seed)
+            freeze(self.model, scalar_head=settings.scalar_head)
         self.trained: Any = self.model
         self.optimizer: Any = None
         if settings.optimizer is not None:
@@ -299,15 +306,22 @@ class MegatronRole:
     def save(self, folder: str | Path) -> None:
         """Write weights and optimizer state into a folder, made if need be; any layout can load them."""
         self._bring_all()
-        save(folder, self.model, self.optimizer, self.groups.dp_cp)
+        save(folder, self.model, self.optimizer, self.groups.dp_cp, self._stored, self.spec.lora)
 
     def load(self, folder: str | Path) -> None:
         """Read what :meth:`save` wrote, at this or any other layout."""
         self._bring_all()
-        load(folder, self.model, self.optimizer, self.groups.dp_cp)
+        load(folder, self.model, self.optimizer, self.groups.dp_cp, self._stored)
         if self.settings.optimizer is not None:
             # The checkpoint's hyper-parameters came along; those of the configuration count.
             set_hyper_parameters(self.optimizer, self.settings.optimizer)
+
+    @property
+    def _stored(self) -> Collection[str] | None:
+        """Parameters that a checkpoint holds: not those that stay as the model's folder has them. None: all."""
+        if self.spec.lora is None:
+            return None
+        return [name for name in self.params if is_trained(name, scalar_head=self.settings.scalar_head)]
 
     def _bring_all(self) -> None:
         self.residence.work(training=self.optimizer is not None)

@@ -59,7 +59,7 @@ class Part:
         fresh = self._keep and (self._host is None or self._host.nbytes != size)
         if fresh:
             _unpin(self._host)
-            self._host = _pinned(size)
+            self._host = pinned(size)
         with _copying():
             if self._keep and (changed or fresh):
                 for on_device, on_host in self._pairs():
@@ -167,7 +167,7 @@ def _room() -> int:
     return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
-def _pinned(size: int) -> torch.Tensor:
+def pinned(size: int) -> torch.Tensor:
     """Page-locked host memory; torch's own allocator would round its size up to a power of two."""
     host = torch.empty(size, dtype=torch.uint8)
     if torch.cuda.is_available():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megappo.config import OptimizerConfig
+from megappo.config import LoraConfig, OptimizerConfig
 from megappo.layout.mesh import Layout
 
 
@@ -24,6 +24,8 @@ class RoleSettings:
         timeout_s: limit on any one collective, in seconds.
         recompute, fp8: as configured for the role.
         offload: what leaves the device when the role rests: "none", "optimizer" or "all".
+        lora: adapters that it trains instead of all weights.
+        seed: of what is drawn at the beginning.
     """
 
     folder: str
@@ -36,6 +38,8 @@ class RoleSettings:
     recompute: str = "none"
     fp8: str = "none"
     offload: str = "none"
+    lora: LoraConfig | None = None
+    seed: int = 1
 
 
 @dataclass(frozen=True)

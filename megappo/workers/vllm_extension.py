@@ -24,6 +24,7 @@ from megappo.reshard.cuda_ipc import SharedParams, SharedReceiver, open_params
 from megappo.reshard.endpoint import Endpoint
 from megappo.reshard.probe import is_probed, loaded_elements, misfits, rule_elements
 from megappo.workers.lifetime import end_with_parent
+from megappo.workers.merged_weights import MergedWeights
 from megappo.workers.staged_layers import StagedParams, in_loaders_shapes, loaded_as
 from megappo.workers.weight_lanes import Layer, sort_layers
 
@@ -80,16 +81,21 @@ class WeightReceiver:
         self._staged, _ = self._sorted_layers(transfer)
         if self._staged and not transfer.layerwise:
             raise ValueError(f"these layers are staged here, but not in the plan: {', '.join(self._staged)}")
-        self._endpoint = Endpoint(transfer, transfer.worker_rank(engine, self.rank), self._params, meeting)
+        if getattr(self, "_model", None) != transfer.model:  # the base weights stay when engines connect anew
+            self._model, self._merged = transfer.model, self._merged_weights(transfer)
+        self._received = self._merged.adapters if self._merged else self._params
+        self._endpoint = Endpoint(transfer, transfer.worker_rank(engine, self.rank), self._received, meeting)
         self._shared: SharedReceiver | None = None
         return self._endpoint.rank, self._endpoint.fingerprint
 
     @answered
     def megappo_receive(self, version: int) -> Receipt:
-        """Receive new weights, and pass on what the plan says."""
+        """Receive new weights, or new adapters of them, and pass on what the plan says."""
         try:
-            if not self._staged:
-                return self._endpoint.sync(version, self._params)
+            if self._merged or not self._staged:
+                receipt = self._endpoint.sync(version, self._received)
+                self._merge()
+                return receipt
             params = StagedParams(self._params, self._staged, self.vllm_config)
             return self._endpoint.sync(version, params, passing=params)
         except Exception:
@@ -101,7 +107,7 @@ class WeightReceiver:
         """Map the parameters of actor ranks on this device, for :meth:`megappo_receive_shared`."""
         mine = [copy for copy in self._endpoint.part if copy.destination == self._endpoint.rank]
         sources = {rank: open_params(shared[rank]) for rank in {copy.source for copy in mine}}
-        self._shared = SharedReceiver(mine, sources, self._params)
+        self._shared = SharedReceiver(mine, sources, self._received)
 
     @answered
     def megappo_close(self) -> None:
@@ -120,7 +126,25 @@ class WeightReceiver:
         received = self._shared.receive()
         own = self._endpoint.rank
         said = {source: torch.tensor(found[own]) for source, found in sums.items() if own in found}
-        return Receipt(0, received, self._endpoint.mismatches(version, self._params, said))
+        receipt = Receipt(0, received, self._endpoint.mismatches(version, self._received, said))
+        self._merge()
+        return receipt
+
+    def _merged_weights(self, transfer: TransferSpec) -> MergedWeights | None:
+        if transfer.model.lora is None:
+            return None
+        boxes, model = vllm_boxes(transfer.model, transfer.engine_tp, self.rank, 0), self.get_model()
+        config, device = self.vllm_config.model_config, next(iter(self._params.values())).device
+        shapes = _shapes(model, self._staged)
+        return MergedWeights(config.model, transfer.model, boxes, shapes, config.dtype, device)
+
+    def _merge(self) -> None:
+        """Put the adapters that have arrived into effect."""
+        if self._merged and self._staged:
+            params = StagedParams(self._params, self._staged, self.vllm_config)
+            self._merged.write(params, params.install)
+        elif self._merged:
+            self._merged.write(self._params)
 
     def megappo_seed(self, seed: int) -> None:
         """Seed the sampler: on CPU it draws from torch, on CUDA it draws a seed for each request from numpy."""
@@ -134,15 +158,15 @@ class WeightReceiver:
         staged, refused = self._sorted_layers(transfer)
         if refused:
             return Probed(tuple(refused), ())
-        boxes, shapes = vllm_boxes(transfer.model, transfer.engine_tp, self.rank, 0), _shapes(model, staged)
+        boxes, shapes = vllm_boxes(transfer.model.base, transfer.engine_tp, self.rank, 0), _shapes(model, staged)
         if outside := misfits(boxes, shapes):
             lines = (f"{name}: our table does not fit vLLM's parameter (worker {self.rank})" for name in outside)
             return Probed(tuple(lines), ())
-        expected = rule_elements(transfer.model, boxes, shapes)
+        expected = rule_elements(transfer.model.base, boxes, shapes)
         with in_loaders_shapes(
             {name: layer for name, layer in staged.items() if is_probed(name + ".", transfer.model)}
         ):
-            found = loaded_elements(transfer.model, model)
+            found = loaded_elements(transfer.model.base, model)
         lines = (
             f"{name}: vLLM's loader puts other elements there than our table says (worker {self.rank})"
             for name in sorted(expected.keys() | found.keys())
@@ -151,7 +175,7 @@ class WeightReceiver:
         return Probed(tuple(lines), tuple(staged))
 
     def _sorted_layers(self, transfer: TransferSpec) -> tuple[dict[str, Layer], list[str]]:
-        planned = {box.param for box in vllm_boxes(transfer.model, transfer.engine_tp, self.rank, 0)}
+        planned = {box.param for box in vllm_boxes(transfer.model.base, transfer.engine_tp, self.rank, 0)}
         return sort_layers(self.get_model(), planned, self.vllm_config.model_config.dtype, loaded_as)
 
     def megappo_checksums(self) -> dict[str, float]:

@@ -34,11 +34,12 @@ class WeightSender:
 
     def share(self) -> SharedParams | None:
         """The weights for receivers on this rank's device to map, until they leave it; None if nobody needs them."""
-        if not any(copy.source == self.endpoint.rank for copy in self.endpoint.part):
+        sent = {copy.source_param for copy in self.endpoint.part if copy.source == self.endpoint.rank}
+        if not sent:
             return None
         self.role.residence.work(training=False)
         torch.cuda.current_stream().synchronize()  # others see them as they are now
-        return share_params(self.role.params)
+        return share_params({name: self.role.params[name] for name in sorted(sent)})
 
     def sums(self, version: int) -> dict[int, list[int]]:
         """What receivers that map the weights should find, by receiver; of :class:`megappo.reshard.verify.Verifier`."""

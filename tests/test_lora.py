@@ -1,0 +1,186 @@
+"""Low-rank adapters: PEFT's own numbers, the same at every layout, resumed and exported without loss."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from test_update import PPO, ROWS, assert_same, gain, gathered, take_steps
+from tiny import make_model
+
+from megappo.config import LoraConfig
+from megappo.convert.command import Options, convert
+from megappo.data import batch
+from megappo.layout.mesh import Layout
+
+ALL = LoraConfig(rank=4, alpha=8.0)
+SOME = LoraConfig(rank=3, alpha=4.0, targets=("q_proj", "v_proj", "up_proj", "down_proj"))
+"""Of fused projections only a part."""
+SPLIT = Layout(tp=2, pp=2, sequence_parallel=True)
+
+
+def make_role(folder: str, layout: Layout, critic: bool, lora: LoraConfig, **options: Any) -> Any:
+    from megappo.workers.megatron_role import MegatronRole
+    from megappo.workers.settings import RoleSettings
+
+    return MegatronRole(RoleSettings(folder, layout, "float32", 64, critic, PPO.optimizer, lora=lora, **options))
+
+
+def factors(role: Any) -> dict[tuple[str, tuple[int, ...]], np.ndarray]:
+    """What this rank holds of the adapters."""
+    boxes = [box for box in role.boxes() if ".lora_" in box.name]
+    return {(box.name, box.offset): role.params[box.param].numpy().copy() for box in boxes}
+
+
+def train(folder: str, layout: Layout, critic: bool, lora: LoraConfig, saved: str) -> dict[str, Any]:
+    """Two updates with a checkpoint and all log-probabilities (or values) between; what each left."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] (Megatron forks)
+    role = make_role(folder, layout, critic, lora)
+    out: dict[str, Any] = {"before": factors(role)}
+    frozen = {name: param.clone() for name, param in role.params.items() if name not in (role._stored or ())}
+    out["trained"] = sum(buffer.grad_data.numel() for buffer in role.trained.buffers)
+    take_steps(role, critic, PPO)
+    out["first"] = take_steps(role, critic, PPO)  # of a B that is no longer zero
+    role.save(saved)
+    out["scored"] = role.values(ROWS) if critic else role.logprobs(ROWS, column="scored", temperature=1.0)
+    out["second"] = take_steps(role, critic, PPO)
+    assert all(torch.equal(role.params[name], values) for name, values in frozen.items())
+    return out
+
+
+def resume(folder: str, layout: Layout, critic: bool, lora: LoraConfig, saved: str) -> tuple[Any, list[Any]]:
+    role = make_role(folder, layout, critic, lora, seed=7)
+    role.load(saved)
+    return take_steps(role, critic, PPO)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_model(tmp_path_factory.mktemp("model"), num_hidden_layers=2, tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize(("lora", "critic"), [(ALL, False), (SOME, True)], ids=["actor", "critic"])
+def test_trained_split_resumed_and_exported(tmp_path: Path, folder: str, lora: LoraConfig, critic: bool) -> None:
+    name = "critic" if critic else "actor"
+    saved = str(tmp_path / name)
+    ranks = run_ranks(4, train, folder, SPLIT, critic, lora, saved)
+    (alone,) = run_ranks(1, train, folder, Layout(), critic, lora, str(tmp_path / "alone"))
+    for step in ("first", "second"):
+        assert_same(gathered([rank[step] for rank in ranks]), gathered([alone[step]]))
+    size = sum(values.size for values in alone["before"].values()) + 64 * critic
+    assert size <= alone["trained"] < 1.1 * size  # gradients of nothing else, but for padding
+
+    resumed = gathered(run_ranks(2, resume, folder, Layout(dp=2), critic, lora, saved))
+    assert_same(resumed, gathered([rank["second"] for rank in ranks]))
+
+    convert(saved, tmp_path / "peft", Options(to="peft", model=folder), print)
+    convert(saved, tmp_path / "merged", Options(model=folder), print)
+    (scored,) = (rank["scored"] for rank in ranks if rank["scored"] is not None)
+    ours = batch.flat(batch.take_ids(scored, batch.column(ROWS, "id")), scored.column_names[1])
+    for loaded in (with_peft(folder, critic, tmp_path / "peft"), hugging_face(str(tmp_path / "merged"), critic)):
+        np.testing.assert_allclose(ours, outputs(loaded, critic), atol=1e-5)
+    assert np.abs(ours - outputs(hugging_face(folder, critic), critic)).max() > 0.01
+
+
+def hugging_face(folder: str, critic: bool) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    if critic:
+        return AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32, num_labels=1).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def with_peft(folder: str, critic: bool, adapters: Path) -> Any:
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(hugging_face(folder, critic), str(adapters)).eval()
+
+
+def sequences() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    columns = [batch.split_rows(ROWS, name) for name in ("prompt_ids", "response_ids")]
+    return [(torch.tensor(p).long(), torch.tensor(r).long()) for p, r in zip(*columns, strict=True)]
+
+
+@torch.no_grad()
+def outputs(model: Any, critic: bool) -> np.ndarray:
+    """Log-probability of each response token, or the value before it, row by row."""
+    out = []
+    for prompt, response in sequences():
+        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        out.append(logits[:, 0] if critic else logits.log_softmax(-1).gather(1, response[:, None])[:, 0])
+    return torch.cat(out).numpy()
+
+
+def first_step(folder: str, lora: LoraConfig) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """One rank's first mini-batch with random adapters, and these."""
+    from megappo.ppo.balance import mini_batches
+    from megappo.workers.objectives import ActorObjective
+    from megappo.workers.settings import MiniBatch, Totals
+
+    role = make_role(folder, Layout(), False, lora)
+    generator = torch.Generator().manual_seed(0)
+    for param in role.trained.parameters():
+        if param.requires_grad:
+            param.data.copy_(torch.randn(param.shape, generator=generator) * 0.1)
+    held = {name: values for (name, _), values in factors(role).items()}
+    rows = mini_batches(ROWS.num_rows, PPO.mini_batch)[0]
+    totals = Totals(len(rows), int(batch.lengths(ROWS, "response_ids")[rows].sum()))
+    mini = MiniBatch(batch.column(ROWS, "id")[rows], totals)
+    return role.update(ROWS, [mini], ActorObjective(PPO, 0.8), 1e-3), held
+
+
+def test_loss_and_gradient_equal_those_of_peft(folder: str) -> None:
+    """PEFT's model with the same factors, the loss written out, one row at a time."""
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+
+    from megappo.ppo.balance import mini_batches
+
+    ((stats, held),) = run_ranks(1, first_step, folder, SOME)
+    config = PeftConfig(r=SOME.rank, lora_alpha=int(SOME.alpha), target_modules=list(SOME.targets))
+    model = get_peft_model(hugging_face(folder, False), config)
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    assert len(params) == len(held)
+    with torch.no_grad():
+        for name, param in params.items():
+            param.copy_(torch.from_numpy(held[name.removeprefix("base_model.model.").replace(".default", "")]))
+    columns = {name: batch.split_rows(ROWS, name) for name in ("logprobs", "ref_logprobs", "advantages")}
+    rows, surrogate = mini_batches(ROWS.num_rows, PPO.mini_batch)[0], 0.0
+    for row in rows:
+        prompt, response = sequences()[row]
+        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / 0.8
+        distribution = torch.distributions.Categorical(logits=logits)
+        logprobs = distribution.log_prob(response)
+        old, ref, advantage = (torch.tensor(columns[name][row]) for name in columns)
+        gained = gain(PPO, logprobs, old, advantage)
+        kl = torch.exp(ref - logprobs) - (ref - logprobs) - 1
+        ((-gained + (0.05 * kl - 0.01 * distribution.entropy()).mean()) / len(rows)).backward()
+        surrogate += -gained.item() / len(rows)
+    norm = torch.nn.utils.clip_grad_norm_(params.values(), 1e9).item()
+    assert stats["actor/pg_loss"] == pytest.approx(surrogate, abs=1e-6)
+    assert stats["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def begun(folder: str, layout: Layout, lora: LoraConfig, seed: int) -> Any:
+    return factors(make_role(folder, layout, False, lora, seed=seed))
+
+
+def test_adapters_begin_as_pefts_do_at_every_layout(folder: str) -> None:
+    whole = {name: values for (name, _), values in run_ranks(1, begun, folder, Layout(), ALL, 3)[0].items()}
+    for rank in run_ranks(2, begun, folder, Layout(tp=2), ALL, 3):
+        for (name, offset), values in rank.items():
+            place = tuple(slice(begin, begin + extent) for begin, extent in zip(offset, values.shape, strict=True))
+            np.testing.assert_array_equal(values, whole[name][place])
+    other = run_ranks(1, begun, folder, Layout(), ALL, 4)[0]
+    for name, values in whole.items():
+        if ".lora_B." in name:
+            assert not values.any()
+        else:
+            bound = values.shape[1] ** -0.5
+            assert 0.8 * bound < np.abs(values).max() <= bound and abs(values.mean()) < 0.1 * bound
+            assert not np.array_equal(values, other[name, (0, 0)])
