@@ -149,7 +149,7 @@ def stage_memory(
         tokens = own * longest
         micro_batches, largest = -(-tokens // role.micro_batch_tokens), min(tokens, role.micro_batch_tokens)
         if length is not None:
-            micro_batches = ceil(own / max(int(role.micro_batch_tokens // length), 1))
+            micro_batches = ceil(own / max(int(role.micro_batch_tokens // max(length, 1)), 1))
             largest = ceil(ceil(own / micro_batches) * length)
         return RoleUse(
             vocabulary=megatron_vocabulary(spec.vocab_size, role.tp),

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from megappo.ahead import Ahead
 from megappo.cluster.cluster import Cluster
@@ -85,6 +86,7 @@ class Trainer:
     """
 
     def __init__(self, config: Config, run: Run, cluster: Cluster, stop: StopRequest | None = None) -> None:
+        torch.set_num_threads(1)  # a step's tensors here are small: threads would wait for each other, not compute
         self.config, self.run, self.cluster = config, run, cluster
         self.stop = stop or StopRequest()
         self.step = self.position = 0

@@ -134,7 +134,7 @@ def test_plan_needs_only_the_models_config(one: Path) -> None:
     assert bar.split()[-1].endswith("%") and "A" in bar and "C" in bar
     page = (one / "step.html").read_text()
     svg = page[page.index("<svg") : page.index("</svg>") + 6]
-    assert "generate, 5." in svg and len(ElementTree.fromstring(svg)) > 10
+    assert "generate, 4." in svg and len(ElementTree.fromstring(svg)) > 10
 
 
 def test_plan_imports_nothing_heavy(one: Path) -> None:
@@ -225,10 +225,14 @@ def test_a_run_logs_what_was_predicted(one: Path) -> None:
     step = estimate(config, PROFILES["H200"], work, weight_sync(config, PROFILES["H200"])[1])
     assert found["perf/predicted_s/step"] == step.seconds
     assert found["perf/predicted_s/gen"] == step.phases["gen"].seconds
-    # All that the three roles hold while the actor is updated: no engine, contexts or workspaces.
+    # All that torch held on one H200 while a role was updated on 512 sequences of 384 tokens.
+    found = Prediction(config, "NVIDIA H200").metrics(np.full(512, 384), np.full(512, 256))
+    for role, seen in (("actor", 40.53), ("critic", 40.38)):
+        assert found[f"perf/predicted_memory_gb/{role}"] == pytest.approx(seen, rel=0.02)
+    # Other lengths may fill a micro-batch to its budget: `check` and `plan` leave room for that.
     peak = next(iter(peaks(config, PROFILES["H200"]))).turn
     held = sum(sum(use.values()) for who, use in peak.uses.items() if who in ("actor", "critic", "reference"))
-    assert found["perf/predicted_memory_gb/actor"] == pytest.approx(held / 2**30)
+    assert held / 2**30 > found["perf/predicted_memory_gb/actor"] + 5
     assert Prediction(config, "cpu").metrics(tokens, responses) == {}
     assert Prediction(config, "NVIDIA H200").metrics(tokens[:0], responses[:0]) == {}
     assert Prediction(config, "NVIDIA H200").metrics(tokens[:1] * 0 + 1, responses[:1] * 0)  # nothing was said

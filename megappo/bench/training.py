@@ -79,6 +79,7 @@ def join_alone() -> None:
     _stores.append(host_store("127.0.0.1", 60))
     init_world(0, 1, "127.0.0.1", _stores[-1].port, 600)
     seed_dropout(0)
+    torch.set_num_threads(1)  # as in a run's workers
 
 
 _stores: list[Any] = []

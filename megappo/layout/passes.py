@@ -5,10 +5,11 @@ with the tokens of a micro-batch (weights are read once for all of them). Elemen
 parallelism exchanges the residual stream twice a layer each way, and does not overlap; a pipeline fills and drains; the
 host must launch a layer's kernels before the device can run them. Products in 8 bits count as if they were not.
 
-The constants were fitted to an H200 (Qwen2.5 shapes, 32 sequences of 511 tokens; thousand tokens a second, seen /
-predicted): 0.5B update with optimizer 97 / 91, log-probabilities 186 / 199; 1.5B forward and backward 51 / 47;
-7B 13.3 / 13.7, log-probabilities 41.2 / 40.5. What links add is reckoned from their rates alone and was not compared
-with a step.
+The constants were fitted to an H200 (Qwen2.5 shapes; thousand tokens a second, seen / predicted). In a step of 512
+sequences of 383 tokens: 0.5B log-probabilities 417 / 385, values 534 / 485, actor's update 143 / 125, critic's 180 /
+156. Alone, with micro-batches of 16,384: 1.5B log-probabilities 155 / 144, update 44 / 46, with MLPs recomputed 38 /
+37, with layers 38 / 36; 7B log-probabilities 42 / 41, gradients 13.3 / 13.7. What links add is reckoned from their
+rates alone and was not compared with a step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NARROW = 650.0
 """A product whose narrowest side is this reaches half of the device's rate."""
 ATTENTION = 0.5
 """Of the rate of products, what fused attention reaches."""
-LAUNCH_FORWARD, LAUNCH_BACKWARD = 3.0e-3, 1.5e-3
+LAUNCH_FORWARD, LAUNCH_BACKWARD = 2.2e-3, 1.5e-3
 """Seconds in which a host launches a layer's kernels: modules in Python forward, autograd's C++ backward."""
 CALL = 10e-3
 """Seconds of a call beside its passes: packing rows, results to the host, the driver's round trip."""
