@@ -3,7 +3,8 @@
 #
 #   bash launch/ray/submit.sh ADDRESS CONFIG [key=value ...]
 #
-#   ADDRESS     the cluster's dashboard, for instance http://head:8265; with token authentication, set RAY_AUTH_TOKEN
+#   ADDRESS     the cluster's dashboard, for instance http://head:8265; with token authentication, set RAY_AUTH_TOKEN or
+#               RAY_AUTH_TOKEN_PATH
 #
 # Call it in the run's working directory, on a file system that all nodes see at the same path, as they must see the
 # model, the data and run.dir: nothing is uploaded. The environment of this call (VIRTUAL_ENV or PATH) is used there.
@@ -18,7 +19,22 @@ esac
 address="$1"
 shift
 
+# Ray takes a token only in this mode, and newer clusters ask for one by default.
+if [ -n "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" ]; then export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"; fi
 python -m megappo check "$@"
+python - "$address" <<'PYTHON'
+import sys
+
+from ray.exceptions import AuthenticationError
+from ray.job_submission import JobSubmissionClient
+
+try:
+    JobSubmissionClient(sys.argv[1])
+except AuthenticationError:
+    sys.exit(f"submit: {sys.argv[1]} asks for a token: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file with it")
+except ConnectionError as error:
+    sys.exit(f"submit: {error} Is this the address of the cluster's dashboard, and can it be reached from here?")
+PYTHON
 python_there="$(command -v python)"
 variables=(PYTHONPATH OMP_NUM_THREADS MEGAPPO_PIN_POOLS)
 runtime_env="$(python -c '
