@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,10 @@ PARTIAL = ".partial"
 
 class DiskFull(RuntimeError):
     """A checkpoint did not fit onto the disk; the one before is untouched."""
+
+
+class OldCheckpoint(RuntimeError):
+    """A checkpoint of an earlier version, which lacks what a run needs to go on exactly."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +121,20 @@ class Checkpoints:
         (folder / STATE_NAME).write_text(json.dumps(state, indent=1))
 
     @staticmethod
-    def read_state(folder: Path) -> dict[str, Any]:
-        """Read what :meth:`write_state` wrote."""
-        return json.loads((folder / STATE_NAME).read_text())
+    def read_state(folder: Path, needed: Iterable[str] = ()) -> dict[str, Any]:
+        """Read what :meth:`write_state` wrote.
+
+        Raises:
+            OldCheckpoint: some of what is needed is not in it.
+        """
+        state = json.loads((folder / STATE_NAME).read_text())
+        if lacking := sorted(set(needed) - state.keys()):
+            raise OldCheckpoint(
+                f"{folder}: written by another version of megappo ({STATE_NAME} has no {', '.join(lacking)}), so that "
+                "this run cannot go on exactly where it was: go on with that version; or start a new run (another "
+                "run.dir) from its weights: megappo convert, and the folder it writes as model"
+            )
+        return state
 
     def _complete(self) -> list[Path]:
         found = [path for path in self.folder.glob("step_*") if path.name.removeprefix("step_").isdigit()]

@@ -309,15 +309,14 @@ class Trainer:
         """Go on from the last complete checkpoint, if there is one; and fill the engines with the actor's weights."""
         latest = self.run.checkpoints.latest()
         if latest is not None:
-            cluster = self.cluster
+            state, cluster = self.run.checkpoints.read_state(latest, self.state), self.cluster
             cluster.gather(*(group.load(str(latest / role)) for role, group in cluster.trained.items()))
             self.collector.load(latest / AHEAD)
-            state = self.run.checkpoints.read_state(latest)
             self.step, self.position = state["step"], state["position"]
             self.oversight.restore(state)
             if self.controller.target is not None:  # a fixed coefficient is the configuration's, also if it changed
                 self.controller = replace(self.controller, coef=state["kl_coef"])
-            self.moments = Moments(**state.get("reward_moments", {}))
+            self.moments = Moments(**state["reward_moments"])
         self.run.start_log(self.step if latest is not None else None)
         self.cluster.sync_weights(version=self.step)
 

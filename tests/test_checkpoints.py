@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megappo.checkpoints import Checkpoints
+from megappo.checkpoints import Checkpoints, OldCheckpoint
 
 
 def write(checkpoints: Checkpoints, step: int, text: str = "weights") -> None:
@@ -30,6 +30,8 @@ def test_state_comes_back_exactly(tmp_path: Path) -> None:
     latest = checkpoints.latest()
     assert latest == tmp_path / "step_3"
     assert checkpoints.read_state(latest) == {"step": 3, "kl_controller": {"coef": 0.1 + 0.2}}
+    with pytest.raises(OldCheckpoint, match=r"step_3: written by another version .*has no guards, position\)"):
+        checkpoints.read_state(latest, {"step": 0, "position": 0, "guards": {}})
     assert (latest / "actor" / "data").read_text() == "weights"
 
 
