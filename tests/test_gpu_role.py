@@ -12,9 +12,10 @@ import pytest
 import torch
 from tiny import make_model, random_rows
 
-from megappo.config import OptimizerConfig, PPOConfig
+from megappo.config import LoraConfig, OptimizerConfig, PPOConfig
 from megappo.data import batch
 from megappo.layout.mesh import Layout
+from megappo.models.lora import is_adapter
 
 pytestmark = pytest.mark.gpu
 
@@ -109,6 +110,28 @@ def test_recomputing_saves_memory(folder: Path) -> None:
         peaks[recompute] = update(role, many)["perf/max_memory_allocated_gb/actor"]
     print(f"peak GiB: {peaks}")
     assert peaks["full"] < 0.8 * peaks["selective"] < 0.64 * peaks["none"]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_adapters_beside_fused_layers_compute_what_merged_weights_do(
+    folder: Path, tmp_path: Path, recompute: str
+) -> None:
+    """Transformer Engine's layers with the norm in them give the adapters its output; its gradient comes back."""
+    from megappo.convert.command import Options, convert
+
+    role = make_role(folder, lora=LoraConfig(rank=8), recompute=recompute)
+    before, frozen = logprobs(role), {name: p.clone() for name, p in role.params.items() if not is_adapter(name)}
+    for _ in range(8):
+        update(role)
+    after = logprobs(role)
+    assert all(torch.equal(role.params[name], weight) for name, weight in frozen.items())
+    role.save(tmp_path / "actor")
+    convert(tmp_path / "actor", tmp_path / "merged", Options(model=str(folder), dtype="float32", processes=1), print)
+    rounding = np.abs(before - transformers_logprobs(folder, torch.float32, "cpu")).mean()
+    gap = np.abs(after - transformers_logprobs(tmp_path / "merged", torch.float32, "cpu")).mean()
+    moved = np.abs(after - before).mean()
+    print(f"adapters, recompute {recompute}: mean {gap:.1e} nats from merged, {rounding:.1e} before; moved {moved:.1e}")
+    assert gap < 4 * rounding < moved
 
 
 @pytest.mark.parametrize("fp8", ["tensorwise", "blockwise"])

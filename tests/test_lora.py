@@ -34,17 +34,23 @@ def make_role(folder: str, layout: Layout, critic: bool, lora: LoraConfig, **opt
 def factors(role: Any) -> dict[tuple[str, tuple[int, ...]], np.ndarray]:
     """What this rank holds of the adapters."""
     boxes = [box for box in role.boxes() if ".lora_" in box.name]
-    return {(box.name, box.offset): role.params[box.param].numpy().copy() for box in boxes}
+    return {(b.name, b.offset): np.array(role.params[b.param].tolist(), np.float32) for b in boxes}
 
 
 def train(folder: str, layout: Layout, critic: bool, lora: LoraConfig, saved: str) -> dict[str, Any]:
     """Two updates with a checkpoint and all log-probabilities (or values) between; what each left."""
+    from megappo.workers.offload import settle
+
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] (Megatron forks)
-    role = make_role(folder, layout, critic, lora)
+    role = make_role(folder, layout, critic, lora, offload="all")
     out: dict[str, Any] = {"before": factors(role)}
     frozen = {name: param.clone() for name, param in role.params.items() if name not in (role._stored or ())}
     out["trained"] = sum(buffer.grad_data.numel() for buffer in role.trained.buffers)
     take_steps(role, critic, PPO)
+    role.residence.rest()
+    settle()
+    held = {param.untyped_storage().nbytes() for param in role.params.values()}
+    assert held == {0}  # frozen weights leave too
     out["first"] = take_steps(role, critic, PPO)  # of a B that is no longer zero
     role.save(saved)
     out["scored"] = role.values(ROWS) if critic else role.logprobs(ROWS, column="scored", temperature=1.0)

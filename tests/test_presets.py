@@ -24,7 +24,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_there_is_one_for_each_number_of_devices() -> None:
-    assert [path.stem.rsplit("_", 1)[1] for path in PRESETS] == ["1gpu", "32gpu", "128gpu", "8gpu"]
+    assert [path.stem.rsplit("_", 1)[1] for path in PRESETS] == ["1gpu", "32gpu", "128gpu", "8gpu", "1gpu"]
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)

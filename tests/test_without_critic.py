@@ -22,7 +22,7 @@ roles:
   rollout: {pool: serve, samples_per_prompt: 3, kv_cache_gib: 0.1}
   reward: {function: "score.py:compute_score", processes: 1}
 """
-PPO = "ppo: {estimator: grpo, mini_batch: 8, actor_lr: 1.0e-3, kl: {in_reward: false}}\n"
+PPO = "ppo: {estimator: grpo, mini_batch: 8, actor_lr: 1.0e-3, kl: {in_reward: false, loss_coef: 0.01}}\n"
 
 
 def set_sections(text: str, **sections: str) -> str:
@@ -41,7 +41,11 @@ def test_group_relative_run(tmp_path: Path) -> None:
     assert "resumed from the checkpoint of step 2" in command.text
     assert "run.steps: 2 -> 3" in command.text
     rows = pq.read_table(folder / "run" / "rollouts" / "step_3.parquet")
-    assert not {"values", "returns", "ref_logprobs"} & set(rows.column_names)
+    assert not {"values", "returns"} & set(rows.column_names)
+    gaps = [batch.flat(rows, "logprobs") - batch.flat(rows, "ref_logprobs")]
+    first_step = pq.read_table(folder / "run" / "rollouts" / "step_1.parquet")
+    gaps.append(batch.flat(first_step, "logprobs") - batch.flat(first_step, "ref_logprobs"))
+    assert np.abs(gaps[0]).max() > 1e-3 and not gaps[1].any()  # of the actor from itself without its adapters
     first = np.array([row[0] for row in batch.split_rows(rows, "advantages")])
     scores, groups = batch.column(rows, "score"), batch.column(rows, "prompt_index")
     assert len(set(groups)) == 6  # of seven prompts: an epoch ends, and one comes twice, with six responses to compare

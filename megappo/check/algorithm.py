@@ -37,7 +37,7 @@ def ppo_findings(config: Config) -> Iterator[str]:
             "roles.rollout.temperature: 0 is greedy, so that there is nothing to learn from: give a number > 0 "
             "(roles.rollout.validation_temperature may be 0)"
         )
-    if ppo.kl.in_use and config.roles.reference is None:
+    if ppo.kl.in_use and config.roles.reference is None and not config.reference_is_base:
         term = "ppo.kl.in_reward" if ppo.kl.in_reward else "ppo.kl.loss_coef"
         yield f"roles.reference: missing, but {term} needs it: add it, or switch off in_reward and loss_coef in ppo.kl"
     if config.roles.reference is not None and not ppo.kl.in_use:

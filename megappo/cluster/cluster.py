@@ -179,6 +179,8 @@ class Cluster:
         building = [group.build(self._settings(group, roles[name])) for name, group in groups.items()]
         self.calls.gather(*building, rewards, *([] if shared else [engines]))
         self.actor, self.critic, self.reference = groups["actor"], groups.get("critic"), groups.get("reference")
+        if config.reference_is_base:
+            self.reference = self.actor.base("reference")
         self.reward = RewardGroup(functions, groups.get("reward"), config.roles.reward, config.model_folder("actor"))
         status("connecting actor and engines")
         offloading = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,10 +45,16 @@ class Group:
 
 @dataclass(frozen=True)
 class MegatronGroup(Group):
-    """A Megatron role on all processes of its pool."""
+    """A Megatron role on all processes of its pool; or the model under its adapters, as another role that scores."""
 
     role: str
     layout: Layout
+    without_adapters: bool = False
+
+    def base(self, role: str) -> MegatronGroup:
+        """This role without its adapters, which is known as ``role``."""
+        members = tuple(replace(member, place=replace(member.place, role=role)) for member in self.members)
+        return replace(self, members=members, without_adapters=True)
 
     def build(self, settings: RoleSettings) -> Pending[Any]:
         """Build the role and load its weights."""
@@ -59,6 +65,8 @@ class MegatronGroup(Group):
     ) -> Pending[list[TableRef]]:
         """Run a method that scores rows (``logprobs``, ``values``), balanced over data-parallel ranks."""
         shares = self._shares(batch.tokens)
+        if self.without_adapters:
+            options["without_adapters"] = True
 
         def arguments(rank: int) -> tuple[Any, ...]:
             ids = batch.ids[shares[self._dp(rank)]]

@@ -41,6 +41,11 @@ class Config:
     roles: RolesConfig = key("who runs where")
     ppo: PPOConfig = key("the algorithm")
 
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether KL terms compare with the actor's own model without its adapters."""
+        return self.ppo.kl.in_use and self.roles.reference is None and self.roles.actor.lora is not None
+
     def model_folder(self, role: str) -> str:
         """Absolute path of the model folder of a Megatron role: its own, or the common one.
 

@@ -175,7 +175,9 @@ class RewardConfig(MegatronSizes):
 class RolesConfig:
     actor: MegatronRoleConfig = key("the policy that is trained")
     critic: MegatronRoleConfig | None = key("the value function that is trained, where ppo.estimator is gae", None)
-    reference: MegatronRoleConfig | None = key("the frozen policy that KL terms compare with", None)
+    reference: MegatronRoleConfig | None = key(
+        "the frozen policy that KL terms compare with; null: the actor without its adapters, if it has any", None
+    )
     rollout: RolloutConfig = key("the engines that generate")
     reward: RewardConfig = key("what scores a response")
 

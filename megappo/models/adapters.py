@@ -16,7 +16,8 @@ split by columns       A x summed;                            A x summed and sca
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -47,6 +48,7 @@ class Adapter(torch.nn.Module):
             group: the tensor-parallel group.
         """
         super().__init__()
+        self.active = True
         assert spec.lora is not None
         self.scale, self.group, tp = spec.lora.scale, group, config.tensor_model_parallel_size
         self.sequence_parallel = config.sequence_parallel
@@ -123,7 +125,7 @@ class _Adapted:
         output, bias, *normed = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         if isinstance(output, tuple):  # of a layer with a norm in it
             output, *normed = output
-        return output + self.adapter(normed[0] if normed else x), bias
+        return output + self.adapter(normed[0] if normed else x) if self.adapter.active else output, bias
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Mapping[str, Any] | None = None
@@ -159,6 +161,19 @@ def add_adapters(model: Any, spec: ModelSpec, group: Any) -> None:
     if model.pre_process:
         # Recomputed layers pass gradients on only if their input asks for them, and the embedding is frozen.
         model.embedding.register_forward_hook(lambda module, args, output: output.requires_grad_())
+
+
+@contextmanager
+def adapters_off(model: torch.nn.Module) -> Iterator[None]:
+    """In here a model computes what it would without its adapters."""
+    adapters = [module for module in model.modules() if isinstance(module, Adapter)]
+    for adapter in adapters:
+        adapter.active = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.active = True
 
 
 def freeze(model: torch.nn.Module, *, scalar_head: bool) -> None:

@@ -97,6 +97,8 @@ def estimate(config: Config, device: DeviceProfile, work: Workload, sync: Phase)
         plain = role_phases(config, name, role, layout, spec, device, work)
         phases |= with_offload(config, name, role.offload, memory, plain, device, work)
     pools = {name: role.pool for name, role in config.roles.megatron.items()}
+    if config.reference_is_base:
+        phases[SCORES["reference"]], pools["reference"] = phases[SCORES["actor"]], pools["actor"]
     return Estimate(phases, tuple(timeline(phases, {**pools, "rollout": config.roles.rollout.pool})))
 
 

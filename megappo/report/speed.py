@@ -38,9 +38,11 @@ def speed_workers(config: Config) -> dict[str, Worker]:
     """Each role's model and the devices of its pool."""
     roles = config.roles
     pools = {"rollout": roles.rollout.pool, **{name: role.pool for name, role in roles.megatron.items()}}
+    if config.reference_is_base:
+        pools["reference"] = roles.actor.pool
     return {
         role: Worker(
-            read_model_spec(config.model_folder("actor" if role == "rollout" else role)),
+            read_model_spec(config.model_folder(role if role in roles.megatron else "actor")),
             config.pools[pool].devices,
             scalar_head=role in SCALAR_HEAD,
             frozen=role in roles.megatron and roles.megatron[role].lora is not None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from megappo.data import batch
 from megappo.data.sequences import ending_rows
 from megappo.layout.legality import FP8_MULTIPLE
-from megappo.models.adapters import freeze
+from megappo.models.adapters import adapters_off, freeze
 from megappo.models.build import build_model
 from megappo.models.language_head import LanguageHead
 from megappo.models.lora import is_adapter, is_trained
@@ -78,9 +79,10 @@ class MegatronRole:
             self.model.requires_grad_(False)
         self.residence = Residence(
             settings.offload,
-            weights=lambda: self.params.values(),
+            weights=lambda: [self.params[name] for name in self._stored or self.params],
             gradients=lambda: gradient_buffers(self.trained),
             optimizer=lambda: state_tensors(self.optimizer, self.params.values()),
+            frozen=self._frozen if self.spec.lora else None,
         )
 
     @property
@@ -111,13 +113,20 @@ class MegatronRole:
     # --- scoring -------------------------------------------------------------------------------------------------
 
     def logprobs(
-        self, rows: pa.Table, *, column: str, temperature: float, with_entropy: bool = False
+        self,
+        rows: pa.Table,
+        *,
+        column: str,
+        temperature: float,
+        with_entropy: bool = False,
+        without_adapters: bool = False,
     ) -> pa.Table | None:
         """Log-probability (nats) of each response token, and the entropy of its distribution if asked for.
 
         Args:
             rows: this data-parallel rank's rows: ``id``, ``prompt_ids``, ``response_ids``.
             column: name of the result column.
+            without_adapters: score by the model that the adapters belong to.
 
         Returns:
             ``id``, ``column`` and, if asked for, ``entropies``, ragged float32; ``None`` on ranks that do not report.
@@ -129,7 +138,8 @@ class MegatronRole:
             )
             return {column: logprobs_n, **({"entropies": entropies_n} if with_entropy else {})}
 
-        return self._score(rows, evaluate)
+        with adapters_off(self.model) if without_adapters else nullcontext():
+            return self._score(rows, evaluate)
 
     def values(self, rows: pa.Table) -> pa.Table | None:
         """The scalar head's value before each response token: ``id``, ``values`` (ragged float32)."""
@@ -322,6 +332,10 @@ class MegatronRole:
         if self.spec.lora is None:
             return None
         return [name for name in self.params if is_trained(name, scalar_head=self.settings.scalar_head)]
+
+    def _frozen(self) -> list[torch.Tensor]:
+        stored = set(self._stored or self.params)
+        return [param for name, param in self.params.items() if name not in stored]
 
     def _bring_all(self) -> None:
         self.residence.work(training=self.optimizer is not None)

@@ -115,23 +115,31 @@ class Residence:
     Args:
         level: "none", "optimizer" (gradients and optimizer state go) or "all" (weights too).
         weights, gradients, optimizer: the tensors; the last two are empty for a role that does not train.
+        frozen: weights that stay what they are, and travel to the host but once.
     """
 
-    def __init__(self, level: str, weights: Tensors, gradients: Tensors, optimizer: Tensors) -> None:
+    def __init__(
+        self, level: str, weights: Tensors, gradients: Tensors, optimizer: Tensors, frozen: Tensors | None = None
+    ) -> None:
         self._level = level
         self._weights, self._optimizer = Part(weights), Part(optimizer)
+        self._frozen = None if frozen is None else Part(frozen)
         self._gradients = Part(gradients, keep=False)
         self._changed = True  # since the weights and the optimizer's state left last
 
     def work(self, *, training: bool) -> None:
         """Bring what a turn needs: the weights at once, what only an optimizer step needs by :meth:`before_step`."""
         self._weights.come_back()
+        if self._frozen:
+            self._frozen.come_back()
         if training:
             self._changed = True
             self._gradients.come_back()
             self._optimizer.come_back()
         settle()  # activations may need the room of what left before
         self._weights.wait()
+        if self._frozen:
+            self._frozen.wait()
         self._gradients.wait()
 
     def before_step(self) -> None:
@@ -151,6 +159,8 @@ class Residence:
         if self._level == "all" and not keep_weights:
             self._weights.leave(changed=self._changed)
             self._changed = False
+            if self._frozen:
+                self._frozen.leave(changed=False)
 
 
 def settle() -> None:
