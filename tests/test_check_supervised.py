@@ -53,6 +53,10 @@ def test_a_good_configuration(folder: Path) -> None:
         ("data.train=none.parquet", "data.train: none.parquet: no such file: give the path of a parquet file"),
         ("pools.value={devices_per_node: 1}", "pools.value: is not the pool of the one role, train: leave it out"),
         ("role.fp8=blockwise", "role.fp8: blockwise needs CUDA and bfloat16"),
+        (
+            "role.lora.targets=[lm_head]",
+            "role.lora.targets: 'lm_head' is no linear layer to adapt: known for qwen2 are",
+        ),
         ("data.batches=4", "data.batches: unknown key: did you mean data.batch?"),
     ],
 )

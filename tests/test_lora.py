@@ -17,6 +17,7 @@ from megappo.config import LoraConfig
 from megappo.convert.command import Options, convert
 from megappo.data import batch
 from megappo.layout.mesh import Layout
+from megappo.models.spec import ModelError
 
 ALL = LoraConfig(rank=4, alpha=8.0)
 SOME = LoraConfig(rank=3, alpha=4.0, targets=("q_proj", "v_proj", "up_proj", "down_proj"))
@@ -91,6 +92,21 @@ def test_trained_split_resumed_and_exported(tmp_path: Path, folder: str, lora: L
     for loaded in (with_peft(folder, critic, tmp_path / "peft"), hugging_face(str(tmp_path / "merged"), critic)):
         np.testing.assert_allclose(ours, outputs(loaded, critic), atol=1e-5)
     assert np.abs(ours - outputs(hugging_face(folder, critic), critic)).max() > 0.01
+
+
+def test_what_cannot_be_exported_is_said(tmp_path: Path, folder: str) -> None:
+    with pytest.raises(ModelError, match=r"--to peft: .* has no adapters: leave it out"):
+        convert(folder, tmp_path / "peft", Options(to="peft"), print)
+    convert(folder, tmp_path / "actor", Options(), print)  # not of adapters, whatever is said beside it
+    (tmp_path / "actor" / "lora.json").write_text('{"rank": 4, "alpha": 8.0, "targets": ["q_proj"]}')
+    with pytest.raises(ModelError, match=r"tensor decoder.layers.mlp.linear_fc1\.weight is not part of the model"):
+        convert(tmp_path / "actor", tmp_path / "peft", Options(to="peft", model=folder), print)
+    (tmp_path / "actor" / "lora.json").write_text('{"rank": "four"}')
+    with pytest.raises(ModelError, match=r"lora\.json: cannot be read"):
+        convert(tmp_path / "actor", tmp_path / "merged", Options(model=folder), print)
+    with pytest.raises(ModelError, match="--verify: adapters have no other side to be compared with: leave it out"):
+        convert(tmp_path / "actor", tmp_path / "merged", Options(model=folder, verify=True), print)
+    assert not list(tmp_path.glob("peft*")) and not list(tmp_path.glob("merged*"))
 
 
 def hugging_face(folder: str, critic: bool) -> Any:
