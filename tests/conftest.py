@@ -17,6 +17,7 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     RAY_USAGE_STATS_ENABLED="0",
+    RAY_worker_niceness="0",  # 15 otherwise, so that other tests would starve a run
 )
 os.environ.pop("RAY_ADDRESS", None)
 

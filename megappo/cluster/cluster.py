@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import numpy as np
-import ray
 
-from megappo.cluster.calls import Calls, Pending, WorkerLost
+from megappo.cluster.calls import Pending, WorkerLost
 from megappo.cluster.dataflow import Batch, TableRef
 from megappo.cluster.groups import Group, MegatronGroup, Member, RolloutGroup, layouts
-from megappo.cluster.pools import Pool, end_on_sigterm, reserve_pools, start_ray
+from megappo.cluster.processes import Processes
 from megappo.cluster.rewards import RewardGroup
 from megappo.cluster.serving import Flight, Serving
 from megappo.cluster.start import RunStarter
-from megappo.cluster.watch import wait_until_gone
 from megappo.cluster.weights import WeightSync
 from megappo.config import SCALAR_HEAD, TRAINED, Config, MegatronRoleConfig
 from megappo.fit import check_fit
 from megappo.stack import MEGATRON, ROLLOUT
 from megappo.workers.settings import EngineSettings, RoleSettings, Sampling
 
-GONE_S = 60.0
-"""How long the processes of a run may take to leave a Ray that goes on without them."""
 
-
-class Cluster:
+class Cluster(Processes):
     """The worker groups of a run, as a context manager.
 
     Attributes:
         actor, critic, reference, reward: the groups; ``critic`` is ``None`` where advantages need no values,
             ``reference`` where no KL term is in use.
-        calls: waits for what they were asked.
         device_name: of the Megatron processes' devices, as CUDA names it; "cpu" without.
     """
 
@@ -59,32 +52,10 @@ class Cluster:
             WorkerFailed: a worker could not start.
             WeightMismatch: weights would go to wrong places.
         """
+        super().__init__(config)
         self.config = config
-        self.calls = Calls(config.run.timeout_s)
-        self._owns_ray = False
-        self._starter: RunStarter | None = None
-        self._pools: Mapping[str, Pool] = {}
-        try:
+        with self._or_end():
             self._start(data_sources, status)
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> Cluster:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all processes of the run."""
-        for pool in self._pools.values():
-            ray.util.remove_placement_group(pool.reservation)  # kills the processes in it
-        if self._starter is not None and not self._owns_ray:  # one's own ends with all that is on it
-            wait_until_gone(self._starter.started, GONE_S)
-        ray.shutdown()
 
     def gather(self, *pending: Pending[Any]) -> list[Any]:
         """See :meth:`Calls.gather`; engines that generate meanwhile may be lost as :class:`Serving` allows."""
@@ -138,12 +109,9 @@ class Cluster:
 
     def _start(self, data_sources: Sequence[str], status: Callable[[str], None]) -> None:
         config = self.config
-        self._owns_ray = start_ray(config)
-        end_on_sigterm()
-        self._pools = reserve_pools(config, min(config.run.timeout_s, 600.0), fixed=self._owns_ray)
-        start = self._starter = RunStarter(config, self.calls, self._pools)
+        start = RunStarter(config, self.calls, self.pools, self.started, self.python)
         roles, device, serving_pool = config.roles.megatron, config.run.device, config.roles.rollout.pool
-        hosted = {name: pool for name, pool in self._pools.items() if any(r.pool == name for r in roles.values())}
+        hosted = {name: pool for name, pool in self.pools.items() if any(r.pool == name for r in roles.values())}
         shared = serving_pool in hosted
         sleeping = shared and device == "cuda" and config.roles.rollout.sleep != "off"
 

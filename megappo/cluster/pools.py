@@ -36,16 +36,24 @@ class Pool:
     on_cuda: bool
     reservation: PlacementGroup
 
-    def start(self, actor: type, index: int, devices: int, *args: Any, environment: Mapping[str, str]) -> Any:
+    def start(
+        self,
+        actor: type,
+        index: int,
+        devices: int,
+        *args: Any,
+        environment: Mapping[str, str],
+        python: str | None = None,
+    ) -> Any:
         """Start an actor on ``devices`` devices of one node; ``index`` counts such groups of devices over the pool."""
-        return self._start(actor, index * devices, devices, args, environment, reserved=devices)
+        return self._start(actor, index * devices, devices, args, runtime(environment, python), reserved=devices)
 
     def start_beside(self, actor: type, first: int, devices: int, *args: Any, environment: Mapping[str, str]) -> Any:
         """Start an actor that shares the devices from number ``first`` on with the actors that hold them."""
-        return self._start(actor, first, devices, args, environment, reserved=0)
+        return self._start(actor, first, devices, args, runtime(environment), reserved=0)
 
     def _start(
-        self, actor: type, first: int, devices: int, args: Any, environment: Mapping[str, str], *, reserved: int
+        self, actor: type, first: int, devices: int, args: Any, runtime_env: Mapping[str, Any], *, reserved: int
     ) -> Any:
         strategy = PlacementGroupSchedulingStrategy(
             self.reservation, placement_group_bundle_index=first // self.config.devices_per_node
@@ -55,8 +63,13 @@ class Pool:
             num_cpus=reserved,
             num_gpus=reserved if self.on_cuda else 0,
             scheduling_strategy=strategy,
-            runtime_env={"env_vars": dict(environment)},
+            runtime_env=dict(runtime_env),
         ).remote(*args)
+
+
+def runtime(environment: Mapping[str, str], python: str | None = None) -> dict[str, Any]:
+    """Ray's ``runtime_env`` of an actor: its environment variables, and what it starts by in place of Python."""
+    return {"env_vars": dict(environment), **({"py_executable": python} if python else {})}
 
 
 FORWARDED = ("NCCL_", "GLOO_", "UCX_", "VLLM_", "NVTE_", "TORCH_NCCL_", "TORCH_FR_")
@@ -75,22 +88,24 @@ def worker_environment(config: Devices, **more: str) -> dict[str, str]:
     return out | more
 
 
-def start_ray(config: Devices) -> bool:
-    """Connect to the cluster that ``RAY_ADDRESS`` names, or start Ray on this machine.
+def has_own_ray() -> bool:
+    """Whether Ray is started here, and is not the cluster that ``RAY_ADDRESS`` names."""
+    return not os.environ.get("RAY_ADDRESS")
 
-    Returns:
-        Whether Ray was started here.
-    """
+
+def start_ray(config: Devices) -> None:
+    """Start Ray on this machine, or connect to a cluster; see :func:`has_own_ray`."""
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if os.environ.get("RAY_ADDRESS"):
+    if not has_own_ray():
         ray.init(**quiet)
-        return False
+        return
     devices = sum(pool.devices for pool in config.pools.values())
     # Devices on CPU are processes: how many share a core is the user's choice, so Ray is told there are enough.
     # "local": a cluster that somebody else started on this machine is not ours to use.
-    ray.init(address="local", num_cpus=devices + 2, include_dashboard=False, **quiet)
-    return True
+    # Workers that Ray starts before it knows their environment would wait for work in vain.
+    system = {"prestart_worker_first_driver": False}
+    ray.init(address="local", num_cpus=devices + 2, include_dashboard=False, _system_config=system, **quiet)
 
 
 def end_on_sigterm() -> None:

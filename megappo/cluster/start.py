@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megappo.cluster.actors import MegatronProcess, RewardProcess, RolloutProcess
 from megappo.cluster.calls import Calls, Pending, Place, one
 from megappo.cluster.groups import Group, Member
-from megappo.cluster.pools import Pool, worker_environment
+from megappo.cluster.pools import Pool, runtime, worker_environment
 from megappo.cluster.watch import Address
 from megappo.config import Config, Devices
 from megappo.fit import Device
@@ -24,13 +24,16 @@ from megappo.stack import StackError, Wanted
 class Starter:
     """Starts Megatron's processes on pools.
 
-    ``started`` collects where they are.
+    Attributes:
+        started: collects where they are.
+        python: see :class:`megappo.cluster.processes.Processes`.
     """
 
     config: Devices
     calls: Calls
     pools: Mapping[str, Pool]
-    started: list[Address] = field(default_factory=list)
+    started: list[Address]
+    python: str | None
 
     def pool(self, name: str, pool: Pool) -> list[Member]:
         # One connection keeps the order in which Megatron overlaps communication with computation.
@@ -40,7 +43,7 @@ class Starter:
         members = []
         for rank in range(pool.config.devices):
             log = self._log_file(f"{name}-rank{rank}")
-            actor = pool.start(MegatronProcess, rank, 1, log, environment=environment)
+            actor = pool.start(MegatronProcess, rank, 1, log, environment=environment, python=self.python)
             members.append(Member(actor, Place(name, rank, name, "?", log)))
         return members
 
@@ -134,7 +137,7 @@ class RunStarter(Starter):
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         environment = worker_environment(self.config, CUDA_VISIBLE_DEVICES="")
         remote: Any = ray.remote(RewardProcess)
-        options = {"num_cpus": 0, "scheduling_strategy": here, "runtime_env": {"env_vars": environment}}
+        options = {"num_cpus": 0, "scheduling_strategy": here, "runtime_env": runtime(environment, self.python)}
         return [Member(remote.options(**options).remote(log), Place("reward", 0, "driver", "?", log))]
 
     def engine_devices(self, engines: tuple[Member, ...]) -> list[Device]:

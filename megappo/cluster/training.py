@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 
-import ray
-
-from megappo.cluster.calls import Calls
 from megappo.cluster.groups import MegatronGroup, layouts
-from megappo.cluster.pools import Pool, end_on_sigterm, reserve_pools, start_ray
+from megappo.cluster.processes import Processes
 from megappo.cluster.start import Starter
 from megappo.config import SCALAR_HEAD, SupervisedConfig
 from megappo.stack import MEGATRON
 from megappo.workers.settings import RoleSettings
 
 
-class TrainingCluster:
+class TrainingCluster(Processes):
     """A trained role on its pool, as a context manager.
 
     Attributes:
         model: the role's group.
-        calls: waits for what it was asked.
     """
 
     model: MegatronGroup
@@ -36,37 +31,13 @@ class TrainingCluster:
         Raises:
             PoolError, StackError, WorkerFailed: as of :class:`megappo.cluster.cluster.Cluster`.
         """
-        self.calls = Calls(config.run.timeout_s)
-        self._owns_ray = False
-        self._pool: Pool | None = None
-        try:
+        super().__init__(config)
+        with self._or_end():
             self._start(config, role, status)
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> TrainingCluster:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all processes."""
-        if self._pool is not None:
-            ray.util.remove_placement_group(self._pool.reservation)
-        if self._owns_ray:
-            ray.shutdown()
 
     def _start(self, config: SupervisedConfig, role: str, status: Callable[[str], None]) -> None:
-        self._owns_ray = start_ray(config)
-        end_on_sigterm()
-        pools = reserve_pools(config, min(config.run.timeout_s, 600.0), fixed=self._owns_ray)
-        self._pool = pools[config.role.pool]
-        start = Starter(config, self.calls, pools)
-        started = start.pool(role, self._pool)
+        start = Starter(config, self.calls, self.pools, self.started, self.python)
+        started = start.pool(role, self.pools[config.role.pool])
         status(f"starting {len(started)} processes")
         (members,) = start.located(started)
         start.check_stacks((members, MEGATRON[config.run.device]))

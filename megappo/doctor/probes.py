@@ -14,7 +14,8 @@ import ray
 from megappo.cluster.actors import LoggedProcess, timed
 from megappo.cluster.calls import Calls, Place
 from megappo.cluster.groups import Group, Member
-from megappo.cluster.pools import Pool, reserve_pools, start_ray, worker_environment
+from megappo.cluster.pools import worker_environment
+from megappo.cluster.processes import Processes
 from megappo.cluster.start import host_store
 from megappo.config import Config
 from megappo.doctor.facts import Facts, look
@@ -140,15 +141,13 @@ def examine(config: Config) -> Examined:
         WorkerFailed: a process failed or did not answer.
     """
     limit_s = min(config.run.timeout_s, 600.0)
-    owns_ray = start_ray(config)
-    pools: dict[str, Pool] = {}
-    try:
-        pools |= reserve_pools(config, limit_s, fixed=owns_ray)
+    with Processes(config) as on_ray:
         calls, taken = Calls(limit_s), seats(config)
-        probes = Group(tuple(_start(config, pools[seat.pool], seat) for seat in taken), calls)
+        probes = Group(tuple(_start(config, on_ray, seat) for seat in taken), calls)
         wanted = all_wanted(config.run.device)
         (found,) = calls.gather(probes.each("whereabouts", lambda _: ()))
-        addresses = [address.host for address, _ in found]
+        on_ray.started.extend(address for address, _ in found)
+        addresses = [address.host for address in on_ray.started]
         names = {seat: f"node {address}" for seat, address in zip(taken, addresses, strict=True)}
         serving: dict[str, list[str]] = {}
         for seat, name in names.items():
@@ -163,10 +162,6 @@ def examine(config: Config) -> Examined:
             ((clock,),) = calls.gather(alone.each("clock", lambda _: ()))
             skews[titles[name]] = clock - (asked + time.time()) / 2
         return Examined(nodes, skews, _measure(probes, taken, addresses, limit_s))
-    finally:
-        for pool in pools.values():
-            ray.util.remove_placement_group(pool.reservation)
-        ray.shutdown()
 
 
 def _measure(probes: Group, taken: Sequence[Seat], addresses: Sequence[str], limit_s: float) -> list[Link]:
@@ -192,8 +187,10 @@ def _ends(addresses: Sequence[str], at: int, to: int) -> str:
     return " and ".join(dict.fromkeys((addresses[at], addresses[to])))
 
 
-def _start(config: Config, pool: Pool, seat: Seat) -> Member:
+def _start(config: Config, on_ray: Processes, seat: Seat) -> Member:
+    pool = on_ray.pools[seat.pool]
     log = str((Path(config.run.dir) / "logs" / f"doctor-{seat.pool}-{seat.node}-{seat.device}.log").resolve())
     index = seat.node * pool.config.devices_per_node + seat.device
-    actor: Any = pool.start(Probe, index, 1, log, environment=worker_environment(config))
+    environment = worker_environment(config)
+    actor: Any = pool.start(Probe, index, 1, log, environment=environment, python=on_ray.python)
     return Member(actor, Place(f"probe of {seat.pool}", index, seat.pool, "?", log))

@@ -1,0 +1,119 @@
+"""Worker processes that start at once: forked from one that has imported what they need.
+
+Without it each worker imports torch and Megatron for itself: seconds of processor time, on few cores one worker after
+the other. Ray still starts, places and watches the workers; but what it executes in place of Python,
+``megappo/cluster/forked.py``, has the fork server run the worker's script. Only on the CPU, since CUDA does not survive
+a fork, and only in a Ray of one's own, which is on one machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megappo.workers.lifetime import end_with_parent
+
+MODULES = ("torch._dynamo", "transformers", "megappo.workers.megatron_role", "megappo.workers.weight_sender")
+"""Imported at once: what workers import sooner or later (torch._dynamo comes with the first optimizer)."""
+
+RAY_MODULES = ("megappo.cluster.actors", "ray._private.workers.default_worker")
+"""Imported with the first worker's environment, which Ray reads as it is imported."""
+
+
+class ForkServer:
+    """The process that workers are forked from.
+
+    Attributes:
+        python: command that runs a Python script in a fork.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Start it; it imports while the caller goes on.
+
+        Args:
+            environment: of the workers, for what libraries read as they are imported.
+        """
+        self._folder = tempfile.TemporaryDirectory(prefix="megappo-")
+        path = str(Path(self._folder.name) / "forks")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen(128)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(listener.fileno())],
+                pass_fds=[listener.fileno()],
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the driver
+            )
+        self.python = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).with_name("forked.py")), path])
+
+    def close(self) -> None:
+        """End it, and with it the workers that are left."""
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def serve(listener: socket.socket) -> None:
+    """Fork a process for each request, in which this returns after the script that was asked for."""
+    end_with_parent()
+    _import(MODULES)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
+    while True:
+        peer, _ = listener.accept()
+        with peer:
+            try:
+                header, descriptors, _, _ = socket.recv_fds(peer, 8, 3)
+                request = json.loads(peer.recv(int.from_bytes(header, "little"), socket.MSG_WAITALL))
+            except (OSError, ValueError):  # who asked was killed meanwhile
+                continue
+            if "ray" not in sys.modules:
+                os.environ.update(request["environment"])
+                _import(RAY_MODULES)
+            if os.fork() == 0:
+                break
+            with contextlib.suppress(OSError):
+                peer.sendall(b"1")
+        for descriptor in descriptors:
+            os.close(descriptor)
+    listener.close()
+    _run(request, descriptors)
+
+
+def _import(modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+
+
+def _run(request: dict[str, Any], descriptors: Sequence[int]) -> None:
+    """Become what ``python`` with these arguments would be."""
+    end_with_parent()
+    os.setpgrp()  # Ray ends a worker by its process group
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for standard, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv = request["argv"]
+    sys.path[0] = os.path.dirname(sys.argv[0])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))
