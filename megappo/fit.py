@@ -150,6 +150,8 @@ def stage_memory(
         micro_batches, largest = -(-tokens // role.micro_batch_tokens), min(tokens, role.micro_batch_tokens)
         if length is not None:
             micro_batches = ceil(own / max(int(role.micro_batch_tokens // max(length, 1)), 1))
+        micro_batches = layout.micro_batches(micro_batches)
+        if length is not None:
             largest = ceil(ceil(own / micro_batches) * length)
         return RoleUse(
             vocabulary=megatron_vocabulary(spec.vocab_size, role.tp),
@@ -190,7 +192,7 @@ def role_layout(config: Config, name: str) -> Layout:
     """The sizes of a Megatron role; what its pool has beyond them is data parallel."""
     role = config.roles.megatron[name]
     dp = config.pools[role.pool].devices // (role.tp * role.pp)
-    return Layout(tp=role.tp, pp=role.pp, dp=dp, sequence_parallel=role.sequence_parallel)
+    return Layout(tp=role.tp, pp=role.pp, vpp=role.vpp, dp=dp, sequence_parallel=role.sequence_parallel)
 
 
 def item_bytes(config: Config) -> int:

@@ -273,10 +273,12 @@ def megatron_shard(box: Box, spec: ModelSpec) -> tuple[str, tuple[int, ...]]:
 def converted(hf: dict[str, torch.Tensor], name: str, spec: ModelSpec, layout: Layout, rank: int) -> torch.Tensor:
     """A local parameter by the usual conversion of whole tensors: reshape by group, concatenate, chunk."""
     at, tp, groups = layout.coordinates(rank), layout.tp, spec.num_kv_heads
+    chunk, name = name.removeprefix("model").split(".", 1) if layout.vpp > 1 else ("0", name)
     parts = name.split(".")
     kind = ".".join(parts[3:]) if name.startswith("decoder.layers.") else name
-    before = {(3, 2): [0, 2], (4, 2): [0, 2]}[spec.num_layers, layout.pp] if layout.pp > 1 else [0]
-    prefix = f"model.layers.{before[at['pp']] + int(parts[2])}." if kind != name else ""
+    before = {(3, 2, 1): [0, 2], (4, 2, 1): [0, 2], (4, 2, 2): [0, 1], (4, 1, 1): [0], (1, 1, 1): [0]}
+    first = before[spec.num_layers, layout.pp, layout.vpp][at["pp"]] + 2 * int(chunk)
+    prefix = f"model.layers.{first + int(parts[2])}." if kind != name else ""
 
     def stacked(*names: str) -> list[torch.Tensor]:
         return [hf[prefix + n] for n in names]
@@ -328,6 +330,7 @@ def numbered_model(folder: Path, family: str, scalar_head: bool, **changes: Any)
 CASES: dict[str, tuple[str, Layout, bool, dict[str, Any]]] = {
     "qwen2, tied, two stages": ("qwen2", Layout(tp=2, pp=2), False, {"tie_word_embeddings": True, "vocab_size": 70}),
     "qwen3, uneven stages": ("qwen3", Layout(tp=2, pp=2), False, {"num_hidden_layers": 3, "vocab_size": 61}),
+    "qwen2, tied, two chunks a stage": ("qwen2", Layout(pp=2, vpp=2), False, {"tie_word_embeddings": True}),
     "llama, scalar head": ("llama", Layout(tp=2, dp=2), True, {"num_hidden_layers": 1}),
     "qwen2, tied, one stage": ("qwen2", Layout(tp=2), False, {"tie_word_embeddings": True, "num_hidden_layers": 1}),
 }

@@ -43,6 +43,15 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
         ("roles.critic.pp=8", "pools.value.devices_per_node=8"),
         "roles.critic.pp: 8 stages cannot share 4 layers: legal are 1 to 4",
     ),
+    "layers in chunks": (
+        ("roles.critic.vpp=4",),
+        "roles.critic.vpp: 4 chunks of each of 2 stages cannot share 4 layers in rounds of equally many even ones: "
+        "legal are 1, 2",
+    ),
+    "chunks of one stage": (
+        ("roles.reference.vpp=2",),
+        "roles.reference.vpp: 2 chunks of a pipeline stage need pp > 1: set it to 1, or raise pp",
+    ),
     "sequence parallel": (
         ("roles.critic.sequence_parallel=true",),
         "roles.critic.sequence_parallel: true needs tp > 1: set it to false, or raise tp",

@@ -109,6 +109,12 @@ CASES: dict[str, tuple[dict[str, Any], bool, Layout, list[Layout]]] = {
         [Layout(), Layout(pp=2, dp=2)],
     ),
     "critic": ({}, True, LARGE, [Layout(dp=2), Layout(pp=2)]),
+    "actor, tied, in chunks": (
+        {"tie_word_embeddings": True, "vocab_size": 70, "num_hidden_layers": 4},
+        False,
+        Layout(pp=2, vpp=2),
+        [Layout(tp=2)],
+    ),
     "critic, over data-parallel ranks": ({}, True, Layout(dp=3), [Layout(tp=2), Layout(dp=2)]),
 }
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 
 from megappo.layout import legality
+from megappo.layout.mesh import model_chunks
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,31 @@ def test_legal_sizes() -> None:
                                        "legal are 1"]),
         (Sizes(num_kv_heads=8, ffn_hidden_size=12), 8, 1, ["tp: 8 does not divide 12 MLP columns: legal are 1, 2, 4"]),
         (Sizes(), 1, 5, ["pp: 5 stages cannot share 4 layers: legal are 1 to 4"]),
+        (Sizes(), 1, (2, 2), []),
+        (Sizes(num_layers=8), 1, (3, 2), []),  # rounds of 1, 2, 1
+        (Sizes(num_layers=12), 1, (2, 4), ["vpp: 4 chunks of each of 2 stages cannot share 12 layers in rounds of "
+                                           "equally many even ones: legal are 1, 2, 3, 6"]),
+        (Sizes(num_layers=30), 1, (4, 4), ["vpp: 4 chunks of each of 4 stages cannot share 30 layers in rounds of "
+                                           "equally many: legal are 1, 2, 3, 5, 6"]),
         (Sizes(), 3, 9, ["tp: 3 does not divide 8 attention heads and does not divide 4 key/value heads and does not "
                          "divide 256 MLP columns: legal are 1, 2, 4",
                          "pp: 9 stages cannot share 4 layers: legal are 1 to 4"]),
     ],
 )  # fmt: skip
-def test_megatron_model(model: Sizes, tp: int, pp: int, messages: list[str]) -> None:
-    assert list(legality.megatron_model_problems(model, tp, pp)) == messages
+def test_megatron_model(model: Sizes, tp: int, pp: int | tuple[int, int], messages: list[str]) -> None:
+    """Stages, or stages and chunks of each."""
+    sizes = (pp,) if isinstance(pp, int) else pp
+    assert list(legality.megatron_model_problems(model, tp, *sizes)) == messages
+
+
+def test_legal_chunks_are_those_that_can_be_dealt_out() -> None:
+    for layers, pp, vpp in product(range(1, 13), range(2, 7), range(1, 13)):
+        try:
+            model_chunks(layers, pp, vpp)
+        except ValueError:
+            assert vpp not in legality.megatron_vpp(Sizes(num_layers=layers), pp) or pp > layers
+        else:
+            assert vpp in legality.megatron_vpp(Sizes(num_layers=layers), pp)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +117,10 @@ def test_megatron_pool(tp: int, pp: int, nodes: int, per_node: int, messages: li
 def test_sequence_parallel() -> None:
     assert list(legality.megatron_size_problems(2, True)) == []
     assert list(legality.megatron_size_problems(1, False)) == []
+    assert list(legality.megatron_size_problems(1, False, 2, 2)) == []
+    assert list(legality.megatron_size_problems(1, False, 1, 2)) == [
+        "vpp: 2 chunks of a pipeline stage need pp > 1: set it to 1, or raise pp"
+    ]
     assert list(legality.megatron_size_problems(1, True)) == [
         "sequence_parallel: true needs tp > 1: set it to false, or raise tp"
     ]

@@ -46,7 +46,7 @@ def train(folder: str, layout: Layout, critic: bool, lora: LoraConfig, saved: st
     role = make_role(folder, layout, critic, lora, offload="all")
     out: dict[str, Any] = {"before": factors(role)}
     frozen = {name: param.clone() for name, param in role.params.items() if name not in (role._stored or ())}
-    out["trained"] = sum(buffer.grad_data.numel() for buffer in role.trained.buffers)
+    out["trained"] = sum(buffer.grad_data.numel() for chunk in role.trained for buffer in chunk.buffers)
     take_steps(role, critic, PPO)
     role.residence.rest()
     settle()
@@ -146,7 +146,7 @@ def first_step(folder: str, lora: LoraConfig) -> tuple[dict[str, float], dict[st
 
     role = make_role(folder, Layout(), False, lora)
     generator = torch.Generator().manual_seed(0)
-    for param in role.trained.parameters():
+    for param in role.model.parameters():
         if param.requires_grad:
             param.data.copy_(torch.randn(param.shape, generator=generator) * 0.1)
     held = {name: values for (name, _), values in factors(role).items()}

@@ -124,6 +124,16 @@ def test_a_pipeline_keeps_micro_batches_in_flight(qwen: ModelSpec) -> None:
     assert role_memory(qwen, layout, 0, actor(micro_batches=2)).activations == 16352 * 6 * NONE * 2
 
 
+def test_chunks_keep_more_in_flight(qwen: ModelSpec) -> None:
+    """Of three layers each: before its first backward pass, Megatron sends four micro-batches through the first chunk,
+    and then two for each stage that follows, and one; outputs stay."""
+    layout = Layout(pp=4, vpp=2)
+    kept = [role_memory(qwen, layout, stage, actor(micro_batches=8)).activations for stage in range(4)]
+    passes = [16352 * n * (3 * NONE + 2 * 896) for n in (11, 9, 7, 5)]
+    assert kept == [*passes[:3], passes[3] + 16352 * NORM]
+    assert role_memory(qwen, layout, 0, actor(micro_batches=4)).activations == 16352 * 8 * (3 * NONE + 2 * 896)
+
+
 def test_tensor_and_sequence_parallel_activations(qwen: ModelSpec) -> None:
     split = 2 * (896 + 128 + 7296) + 4 * 7  # of query, attention's result, key, value and the MLP: a half
     whole = 2 * 3584 + 4 * 2
@@ -201,7 +211,7 @@ def test_parameters_are_those_of_a_real_model(tmp_path: Path, family: str, scala
     assert found == real
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)])
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2, vpp=2)])
 def test_parameters_are_those_of_our_boxes(tmp_path: Path, layout: Layout) -> None:
     from megappo.reshard.boxes import megatron_boxes
 

@@ -101,6 +101,10 @@ def test_a_pipeline_fills_and_drains() -> None:
     phase = scoring_phase(model, Layout(pp=4), values, H200, 8 * 32)  # 8 micro-batches of 32 sequences
     work = phase.seconds - phase.parts[passes.BUBBLE] - phase.parts[passes.OVERHEAD]
     assert phase.parts[passes.BUBBLE] == pytest.approx(work / 8 * 3)
+    chunked = scoring_phase(model, Layout(pp=4, vpp=2), values, H200, 8 * 32)
+    assert chunked.parts[passes.BETWEEN] == pytest.approx(2 * phase.parts[passes.BETWEEN])
+    work = chunked.seconds - chunked.parts[passes.BUBBLE] - chunked.parts[passes.OVERHEAD]
+    assert chunked.parts[passes.BUBBLE] == pytest.approx(work / 8 * 3 / 2)
 
 
 def test_recomputing_costs_one_more_forward_pass() -> None:

@@ -93,6 +93,9 @@ def test_pack_edges() -> None:
     assert pack_by_budget([], 10) == []
     assert pack_by_budget([0, 0], 10) == [[0, 1]]
     assert pack_by_budget([10], 10) == [[0]]
+    assert pack_by_budget([5, 5, 5, 5, 5], 10, multiple=2) == [[0, 4], [1], [2], [3]]
+    assert pack_by_budget([10, 10, 10], 10, multiple=2) == [[0], [1], [2], []]
+    assert pack_by_budget([], 10, multiple=2) == []
     with pytest.raises(ValueError, match=r"a row has 11 tokens, more than the budget of 10 tokens"):
         pack_by_budget([3, 11], 10)
     with pytest.raises(ValueError, match="budget is 0"):

@@ -25,6 +25,7 @@ LAYOUTS = [
     Layout(tp=2, pp=2),
     Layout(tp=2, pp=2, dp=2),
     Layout(tp=2, pp=2, dp=2, sequence_parallel=True),
+    Layout(pp=2, vpp=2, dp=2),
 ]
 ROWS = random_rows(11)  # an odd number: shards and mini-batches come out uneven
 PPO = PPOConfig(
@@ -118,6 +119,29 @@ def assert_same(a: tuple[dict[str, float], dict[str, np.ndarray]], b: tuple[Any,
 def test_update_equals_one_rank(folders: dict[bool, str], role: str, layout: Layout) -> None:
     folder, critic = folders[role == "actor-tied"], role == "critic"
     assert_same(gathered(run_ranks(layout.world, update, folder, layout, critic, PPO, 64)), one_rank(folder, critic))
+
+
+def scored(folder: str, layout: Layout, critic: bool) -> pa.Table | None:
+    from megappo.workers.megatron_role import MegatronRole
+    from megappo.workers.settings import RoleSettings
+
+    role = MegatronRole(RoleSettings(folder, layout, "float32", 64, critic))
+    return role.values(ROWS) if critic else role.logprobs(ROWS, column="values", temperature=1.0)
+
+
+@pytest.mark.parametrize("critic", [False, True])
+def test_chunks_score_as_one_rank_does(folders: dict[bool, str], critic: bool) -> None:
+    layout = Layout(pp=2, vpp=2)
+    alone, chunked = (
+        [batch.take_ids(table, batch.column(ROWS, "id")) for table in tables if table is not None]
+        for tables in (
+            run_ranks(1, scored, folders[False], Layout(), critic),
+            run_ranks(layout.world, scored, folders[False], layout, critic),
+        )
+    )
+    assert len(alone) == len(chunked) == 1
+    found, expected = (batch.flat(table, "values") for table in (chunked[0], alone[0]))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_a_sequences_ratio_does_not_depend_on_the_layout(folders: dict[bool, str]) -> None:

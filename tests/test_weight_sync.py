@@ -144,7 +144,7 @@ class Case:
 
 
 CASES = {
-    "tp1-padded-vocabulary": (1, {"vocab_size": 51}, (Layout(tp=2, pp=2), Layout(pp=2, dp=2))),
+    "tp1-padded-vocabulary": (1, {"vocab_size": 51}, (Layout(tp=2, pp=2), Layout(pp=2, vpp=2, dp=2))),
     "tp2-tied": (
         2,
         {"vocab_size": 70, "tie_word_embeddings": True},

@@ -99,7 +99,7 @@ def make_role(
     role = MegatronRole(RoleSettings(str(model), layout or Layout(), dtype, micro_batch_tokens, critic, settings))
     if not optimizer:
         role.model.requires_grad_(True)
-        role.trained, role.optimizer = wrap_for_training(role.model, role.groups), NoOptimizer()
+        role.trained, role.optimizer = wrap_for_training(role.chunks, role.groups), NoOptimizer()
     return role
 
 
@@ -150,13 +150,14 @@ class BareLoop:
     def step(self, mini_batches: Sequence[Sequence[Any]]) -> None:
         """One optimizer step for each mini-batch."""
         role = self.role
-        role.trained.train()
+        role.model.train()
         for micros in mini_batches:
-            role.trained.zero_grad_buffer()
+            for chunk in role.trained:
+                chunk.zero_grad_buffer()
             role.optimizer.zero_grad()
             for micro in micros:
                 self._loss_t(micro).mean().backward()
-            role.model.config.finalize_model_grads_func([role.trained])
+            role.model.config.finalize_model_grads_func(role.trained)
             role.optimizer.step()
 
     def _loss_t(self, micro: Any) -> torch.Tensor:

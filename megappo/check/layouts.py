@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from megappo.check.findings import Advice, under
 from megappo.check.lora import lora_findings
-from megappo.config import TRAINED, Config
+from megappo.config import TRAINED, Config, MegatronRoleConfig
 from megappo.layout import legality
 from megappo.models.parameters import vllm_vocabulary
 from megappo.models.spec import ModelSpec
@@ -39,10 +39,11 @@ def layout_findings(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[
         spec, pool = specs.get(config.model_folder(name)), config.pools.get(role.pool)
         prefix = f"roles.{name}"
         if spec:
-            yield from under(prefix, legality.megatron_model_problems(spec, role.tp, role.pp), ".")
-            for line in legality.pipeline_warnings(spec, role.pp):
+            yield from under(prefix, legality.megatron_model_problems(spec, role.tp, role.pp, role.vpp), ".")
+            for line in legality.pipeline_warnings(spec, role.pp, role.vpp):
                 yield Advice(f"{prefix}.{line}")
-        yield from under(prefix, legality.megatron_size_problems(role.tp, role.sequence_parallel), ".")
+        sizes = legality.megatron_size_problems(role.tp, role.sequence_parallel, role.pp, role.vpp)
+        yield from under(prefix, sizes, ".")
         if pool:
             shape = (pool.nodes, pool.devices_per_node)
             yield from under(prefix, legality.megatron_pool_problems(role.tp, role.pp, *shape), ".")
@@ -60,6 +61,8 @@ def layout_findings(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[
                     f"ppo.mini_batch: {config.ppo.mini_batch} responses leave some of the {name}'s {ranks} "
                     "data-parallel ranks without work: raise it, or tp or pp"
                 )
+            given = ("ppo.mini_batch", config.ppo.mini_batch) if name in TRAINED else ("data.prompts_per_step", rows)
+            yield from _too_few_to_interleave(name, role, given, ranks)
     rollout = config.roles.rollout
     spec, pool = specs.get(config.model_folder("actor")), config.pools.get(rollout.pool)
     if spec:
@@ -79,6 +82,16 @@ def layout_findings(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[
                 f"data.prompts_per_step: {prompts} prompts leave some of {engines} engines without work: raise it, or "
                 "roles.rollout.tp"
             )
+
+
+def _too_few_to_interleave(name: str, role: MegatronRoleConfig, given: tuple[str, int], ranks: int) -> Iterator[Advice]:
+    key, rows = given
+    if role.vpp > 1 and rows < ranks * role.pp:
+        yield Advice(
+            f"roles.{name}.vpp: {role.vpp} passes on {role.pp} micro-batches together, and {rows} responses ({key}) "
+            f"are too few for that on {ranks} data-parallel rank{'s' * (ranks > 1)}, so that some are empty: raise it, "
+            "or set vpp to 1"
+        )
 
 
 def memory_findings(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[str]:

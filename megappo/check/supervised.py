@@ -82,10 +82,11 @@ def _model_findings(config: SupervisedConfig, task: Task, spec: ModelSpec) -> It
 def _pool_findings(config: SupervisedConfig, spec: ModelSpec | None) -> Iterator[str]:
     role, pool = config.role, config.pools.get(config.role.pool)
     if spec is not None:
-        yield from under("role", legality.megatron_model_problems(spec, role.tp, role.pp), ".")
-        for line in legality.pipeline_warnings(spec, role.pp):
+        yield from under("role", legality.megatron_model_problems(spec, role.tp, role.pp, role.vpp), ".")
+        for line in legality.pipeline_warnings(spec, role.pp, role.vpp):
             yield Advice(f"role.{line}")
-    yield from under("role", legality.megatron_size_problems(role.tp, role.sequence_parallel), ".")
+    sizes = legality.megatron_size_problems(role.tp, role.sequence_parallel, role.pp, role.vpp)
+    yield from under("role", sizes, ".")
     if role.fp8 != "none":
         if config.run.device == "cpu" or config.run.dtype != "bfloat16":
             wanted = f"run.device {config.run.device} and run.dtype {config.run.dtype}"

@@ -190,6 +190,7 @@ def layouts(roles: Mapping[str, Any], pools: Mapping[str, Any]) -> dict[str, Lay
         name: Layout(
             tp=role.tp,
             pp=role.pp,
+            vpp=role.vpp,
             dp=pools[role.pool].devices // (role.tp * role.pp),
             sequence_parallel=role.sequence_parallel,
         )

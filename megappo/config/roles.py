@@ -47,6 +47,11 @@ class MegatronSizes:
     pool: str | None = key("name of the pool that the reward model runs in; null: there is none", None)
     tp: int = key("tensor parallel size", 1, at_least=1)
     pp: int = key("pipeline parallel size", 1, at_least=1)
+    vpp: int = key(
+        "model chunks of each pipeline stage (virtual pipeline, interleaved 1F1B): less idle time, more messages",
+        1,
+        at_least=1,
+    )
     sequence_parallel: bool = key("split activations along the sequence between tensor parallel ranks", False)
     micro_batch_tokens: int = key("token budget of one micro-batch", 16384, at_least=1)
     recompute: Recompute = key(

@@ -43,7 +43,16 @@ def rollout_tp(model: ModelSizes, vocabulary: int) -> list[int]:
     return [tp for tp in divisors(model.num_heads) if not list(_rollout_tp(model, vocabulary, tp))]
 
 
-def megatron_model_problems(model: ModelSizes, tp: int, pp: int) -> Iterator[str]:
+def megatron_vpp(model: ModelSizes, pp: int) -> list[int]:
+    """Numbers of chunks that each of ``pp`` pipeline stages can have, ascending: rounds of equally many layers.
+
+    Of two stages, Megatron asks for the same number of layers in a chunk; more may be uneven, as without chunks.
+    """
+    rounds = [(vpp, model.num_layers // vpp) for vpp in divisors(model.num_layers)]
+    return [1, *(vpp for vpp, layers in rounds if 1 < pp <= layers and vpp > 1 and (pp > 2 or layers % 2 == 0))]
+
+
+def megatron_model_problems(model: ModelSizes, tp: int, pp: int, vpp: int = 1) -> Iterator[str]:
     """What keeps a model from being split over ``tp`` x ``pp`` Megatron ranks. Layers need not divide evenly.
 
     The vocabulary has no rule: it is padded to a multiple of ``tp``.
@@ -53,18 +62,22 @@ def megatron_model_problems(model: ModelSizes, tp: int, pp: int) -> Iterator[str
         yield f"tp: {tp} {' and '.join(reasons)}: legal are {_listed(megatron_tp(model))}"
     if pp > model.num_layers:
         yield f"pp: {pp} stages cannot share {model.num_layers} layers: legal are 1 to {model.num_layers}"
+    elif pp > 1 and vpp not in (legal := megatron_vpp(model, pp)):
+        why = f"chunks of each of {pp} stages cannot share {model.num_layers} layers in rounds of equally many"
+        yield f"vpp: {vpp} {why}{' even ones' if pp == 2 else ''}: legal are {_listed(legal)}"
 
 
-def pipeline_warnings(model: ModelSizes, pp: int) -> Iterator[str]:
+def pipeline_warnings(model: ModelSizes, pp: int, vpp: int = 1) -> Iterator[str]:
     """What a pipeline allows but makes slow. Numbers of stages that do not fit are passed over.
 
     Megatron's middle stages are all of one size, so some numbers of layers can only be shared very unevenly.
     """
-    if not 1 < pp <= model.num_layers:
+    layers, left = divmod(model.num_layers, vpp)  # of a round
+    if left or not 1 < pp <= layers:
         return
-    fullest, least = max(map(len, stage_layers(model.num_layers, pp))), -(-model.num_layers // pp)
+    fullest, least = vpp * max(map(len, stage_layers(layers, pp))), vpp * -(-layers // pp)
     if fullest > least:
-        even = [size for size in divisors(model.num_layers) if size <= 2 * pp]
+        even = [size for size in divisors(layers) if size <= 2 * pp]
         yield (
             f"pp: {pp} stages share {model.num_layers} layers unevenly: the fullest has {fullest} where {least} would "
             f"do, so that the others wait: even are {_listed(even)}"
@@ -99,8 +112,10 @@ def megatron_pool_problems(tp: int, pp: int, nodes: int, devices_per_node: int) 
         )
 
 
-def megatron_size_problems(tp: int, sequence_parallel: bool) -> Iterator[str]:
+def megatron_size_problems(tp: int, sequence_parallel: bool, pp: int = 1, vpp: int = 1) -> Iterator[str]:
     """What is wrong with the sizes by themselves."""
+    if vpp > 1 and pp == 1:
+        yield f"vpp: {vpp} chunks of a pipeline stage need pp > 1: set it to 1, or raise pp"
     if sequence_parallel and tp == 1:
         yield "sequence_parallel: true needs tp > 1: set it to false, or raise tp"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Protocol
 
 from megappo.layout import flops
-from megappo.layout.mesh import Layout, stage_layers
+from megappo.layout.mesh import Layout, held_layers
 
 GIB = 1 << 30
 FLOAT32 = 4
@@ -110,7 +110,7 @@ def layer_parameters(shape: Shape, tp: int) -> int:
 def stage_parameters(shape: Shape, layout: Layout, stage: int, *, vocabulary: int, scalar_head: bool) -> int:
     """Parameters on one rank of a pipeline stage. A tied head on another stage than its embedding is a second copy."""
     first, last = stage == 0, stage == layout.pp - 1
-    count = len(stage_layers(shape.num_layers, layout.pp)[stage]) * layer_parameters(shape, layout.tp)
+    count = _layers(shape, layout, stage) * layer_parameters(shape, layout.tp)
     table = vocabulary // layout.tp * shape.hidden_size
     if first:
         count += table
@@ -126,7 +126,7 @@ def stage_parameters(shape: Shape, layout: Layout, stage: int, *, vocabulary: in
 def stage_adapters(shape: Shape, layout: Layout, stage: int, *, adapters: int, scalar_head: bool) -> int:
     """Parameters that train on one rank of a pipeline stage, if only a layer's adapters and a scalar head do."""
     head = shape.hidden_size if scalar_head and stage == layout.pp - 1 else 0
-    return len(stage_layers(shape.num_layers, layout.pp)[stage]) * adapters + head
+    return _layers(shape, layout, stage) * adapters + head
 
 
 def role_memory(shape: Shape, layout: Layout, stage: int, use: RoleUse) -> RoleMemory:
@@ -139,16 +139,18 @@ def role_memory(shape: Shape, layout: Layout, stage: int, use: RoleUse) -> RoleM
     trained = count
     if use.adapters:
         trained = stage_adapters(shape, layout, stage, adapters=use.adapters, scalar_head=use.scalar_head)
-        count += len(stage_layers(shape.num_layers, layout.pp)[stage]) * use.adapters
+        count += _layers(shape, layout, stage) * use.adapters
     # Of float32 weights the distributed optimizer keeps no second copy.
     state = (2 if use.item_bytes == FLOAT32 else 3) * FLOAT32
     per_token = _PerToken(shape, layout)
     last = stage == layout.pp - 1
     kept = per_token.kept(use.recompute, use.item_bytes)
-    in_flight = max(min(layout.pp - stage, use.micro_batches), 1)
-    layers = len(stage_layers(shape.num_layers, layout.pp)[stage])
+    passes = _passes_in_flight(layout, stage, use.micro_batches)
+    in_chunk = _layers(shape, layout, stage) // layout.vpp * kept
+    if layout.vpp > 1:
+        in_chunk += per_token.stream * use.item_bytes  # an output that is sent stays, as it may still be on its way
     final_norm = per_token.stream * use.item_bytes + FLOAT32 if last else 0
-    between_stages = 2 * per_token.stream * use.item_bytes if layout.pp > 1 else 0
+    between_stages = (4 if layout.vpp > 1 else 2) * per_token.stream * use.item_bytes if layout.pp > 1 else 0
     in_layer = per_token.backward(use.recompute, use.item_bytes) + between_stages
     in_head = _head(shape, layout, use, backward=True) if last else 0
     scoring = (per_token.forward() * use.item_bytes + between_stages) * use.tokens
@@ -156,10 +158,22 @@ def role_memory(shape: Shape, layout: Layout, stage: int, use: RoleUse) -> RoleM
         weights=count * use.item_bytes,
         gradients=trained * FLOAT32 if use.trained else 0,
         optimizer=-(-trained // (layout.dp * layout.cp)) * state if use.trained else 0,
-        activations=in_flight * use.tokens * (layers * kept + final_norm) if use.trained else 0,
+        activations=use.tokens * (passes * in_chunk + final_norm) if use.trained else 0,
         backward=max(in_layer * use.tokens, in_head) if use.trained else 0,
         scoring=max(scoring, _head(shape, layout, use, backward=False) if last else 0),
     )
+
+
+def _passes_in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
+    """Passes through a chunk of a stage whose backward passes are still to come, at most (1F1B; the last stage has one
+    of its last chunk)."""
+    before = layout.pp - stage - 1
+    most = before + 1 if layout.vpp == 1 else 2 * before + (layout.vpp - 1) * layout.pp + 1
+    return max(min(most, layout.vpp * micro_batches), 1)
+
+
+def _layers(shape: Shape, layout: Layout, stage: int) -> int:
+    return held_layers(shape.num_layers, layout.pp, layout.vpp)[stage]
 
 
 class _PerToken:

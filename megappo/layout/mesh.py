@@ -45,6 +45,11 @@ class Layout:
             rank, out[axis] = divmod(rank, getattr(self, axis))
         return out
 
+    def micro_batches(self, least: int) -> int:
+        """Micro-batches of a pass that needs at least some: a virtual pipeline passes on as many as stages together."""
+        group = self.pp if self.vpp > 1 else 1
+        return -(-least // group) * group
+
     @property
     def expert_tp(self) -> int:
         """Tensor parallel size inside each expert."""
@@ -107,6 +112,12 @@ def stage_layers(num_layers: int, pp: int) -> tuple[range, ...]:
         counts = [-(-ends // 2), *[middle] * (pp - 2), ends // 2]
     starts = [sum(counts[:i]) for i in range(pp)]
     return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+
+
+@cache
+def held_layers(num_layers: int, pp: int, vpp: int = 1) -> tuple[int, ...]:
+    """Number of layers of each pipeline stage, over its chunks. Errors are those of :func:`model_chunks`."""
+    return tuple(sum(map(len, chunks)) for chunks in model_chunks(num_layers, pp, vpp))
 
 
 def model_chunks(num_layers: int, pp: int, vpp: int = 1) -> tuple[tuple[range, ...], ...]:

@@ -19,7 +19,7 @@ from math import ceil
 
 from megappo.layout.devices import DeviceProfile
 from megappo.layout.memory import Shape, stage_adapters, stage_parameters
-from megappo.layout.mesh import Layout, stage_layers
+from megappo.layout.mesh import Layout, held_layers
 from megappo.layout.timeline import Phase, total
 
 NARROW = 650.0
@@ -114,16 +114,17 @@ def products_rate(device: DeviceProfile, width: float, tokens: float) -> float:
 def _passes(shape: Shape, layout: Layout, use: PassUse, device: DeviceProfile, sequences: int, *, train: bool) -> Phase:
     """Micro-batches of one data-parallel rank through the pipeline, forward or there and back."""
     rows = ceil(sequences / layout.dp)
-    micro_batches = ceil(rows / max(use.micro_batch_tokens // max(ceil(use.length), 1), 1))
+    micro_batches = layout.micro_batches(ceil(rows / max(use.micro_batch_tokens // max(ceil(use.length), 1), 1)))
     tokens = max(rows * use.length / micro_batches, 1.0)
-    counts = [len(layers) for layers in stage_layers(shape.num_layers, layout.pp)]
+    counts = held_layers(shape.num_layers, layout.pp, layout.vpp)
     kinds = {
         key: _stage(shape, layout, use, device, tokens, layers=key[0], last=key[1], train=train)
         for key in {(count, stage == layout.pp - 1) for stage, count in enumerate(counts)}
     }
     stages = [kinds[count, stage == layout.pp - 1] for stage, count in enumerate(counts)]
     slowest = max(stages, key=lambda stage: stage.seconds)
-    filling = sum(stage.seconds for stage in stages) - slowest.seconds
+    # Through a chunk of each stage (arXiv:2104.04473, section 2.2.2).
+    filling = (sum(stage.seconds for stage in stages) - slowest.seconds) / layout.vpp
     bubble = Phase({BUBBLE: filling}) if filling else Phase()
     return total([slowest.times(micro_batches), bubble])
 
@@ -160,7 +161,7 @@ def _stage(
         # Neighbours are as many ranks apart as a stage has.
         link = device.link(layout.tp * layout.dp * layout.cp >= device.devices_per_node)
         stream = tokens * shape.hidden_size * use.item_bytes / (layout.tp if layout.sequence_parallel else 1)
-        out.append(Phase({BETWEEN: (2 if train else 1) * stream / link}))
+        out.append(Phase({BETWEEN: (2 if train else 1) * layout.vpp * stream / link}))
     return total(out)
 
 

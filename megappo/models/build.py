@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from megappo.layout.mesh import Layout, stage_layers
+from megappo.layout.mesh import Layout, held_layers
 from megappo.models import megatron_cpu
 from megappo.models.adapters import add_adapters
 from megappo.models.layers import block_spec
@@ -44,8 +44,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration of this model at this layout."""
     on_cuda = torch.cuda.is_available()
-    stages = [len(layers) for layers in stage_layers(spec.num_layers, layout.pp)]
-    uneven = len(set(stages)) > 1
+    stages = held_layers(spec.num_layers, layout.pp, layout.vpp)
+    uneven, interleaved = len(set(stages)) > 1, layout.vpp > 1
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -67,6 +67,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if interleaved else None,
         num_layers_in_first_pipeline_stage=stages[0] if uneven else None,
         num_layers_in_last_pipeline_stage=stages[-1] if uneven else None,
         sequence_parallel=layout.sequence_parallel and layout.tp > 1,
@@ -86,8 +87,11 @@ def transformer_config(
         persist_layer_norm=False,
         gradient_accumulation_fusion=on_cuda,
         cross_entropy_loss_fusion=False,
-        batch_p2p_comm=True,
-        deallocate_pipeline_outputs=True,
+        # With chunks, neighbours exchange both ways at once: in one batch, two stages would take each other's
+        # activations for gradients; apart, a send may still be reading an output when it would be deallocated.
+        batch_p2p_comm=not interleaved,
+        overlap_p2p_comm=interleaved,
+        deallocate_pipeline_outputs=not interleaved,
         **RECOMPUTE[recompute],
         **FP8[fp8],
     )
@@ -106,8 +110,10 @@ def build_model(
     scalar_head: bool = False,
     recompute: str = "none",
     fp8: str = "none",
-) -> PolicyModel:
+) -> PolicyModel | ModelChunks:
     """Build this rank's part of the model, on its device; the weights are uninitialised.
+
+    Its parameters have the names that :func:`megappo.reshard.boxes.megatron_boxes` gives them.
 
     Args:
         spec: the model.
@@ -121,10 +127,27 @@ def build_model(
     # Transformer Engine's layers fuse gradient accumulation themselves. Megatron's own head layer would ask for Apex,
     # though it is never called: LanguageHead takes its weight.
     tensor_parallel.layers._grad_accum_fusion_available = True
-    first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
+    if layout.vpp == 1:
+        return _build(spec, layout, groups, config, scalar_head).to(device())
+    return ModelChunks([_build(spec, layout, groups, config, scalar_head, chunk) for chunk in range(layout.vpp)]).to(
+        device()
+    )
+
+
+def _build(
+    spec: ModelSpec,
+    layout: Layout,
+    groups: ProcessGroupCollection,
+    config: TransformerConfig,
+    scalar_head: bool,
+    chunk: int | None = None,
+) -> PolicyModel:
+    """This rank's part of the model, or a chunk of it under a virtual pipeline."""
+    first = groups.pp.rank() == 0 and chunk in (None, 0)
+    last = groups.pp.rank() == groups.pp.size() - 1 and chunk in (None, layout.vpp - 1)
     model = PolicyModel(
         config=config,
-        transformer_layer_spec=block_spec(config, groups.pp.rank()),
+        transformer_layer_spec=block_spec(config, groups.pp.rank(), chunk),
         vocab_size=megatron_vocabulary(spec.vocab_size, layout.tp),
         max_sequence_length=spec.max_positions,
         pre_process=first,
@@ -133,6 +156,7 @@ def build_model(
         position_embedding_type="rope",
         rotary_base=spec.rope_theta,
         pg_collection=groups,
+        vp_stage=chunk,
     )
     if spec.rope_scaling:
         model.rotary_pos_emb.inv_freq = llama3_inverse_frequencies(model.rotary_pos_emb.inv_freq, spec.rope_scaling)
@@ -140,7 +164,7 @@ def build_model(
         model.output_layer = ScalarHead(config, groups)
     if spec.lora is not None:
         add_adapters(model, spec, groups.tp)
-    return model.to(device())
+    return model
 
 
 class PolicyModel(GPTModel):
@@ -176,6 +200,28 @@ class PolicyModel(GPTModel):
             head = sharded_state_dict[output_key]  # a copy of the first stage's embedding, which alone is written
             head.key, head.replica_id = embedding_key, (1, 0, metadata["dp_cp_group"].rank())
             head.allow_shape_mismatch = True  # the vocabulary's padding depends on the tensor-parallel size
+
+
+class ModelChunks(torch.nn.Module):
+    """What a pipeline stage holds under a virtual pipeline: parts of the model that lie apart, as ``model0`` and on."""
+
+    def __init__(self, chunks: Sequence[PolicyModel]) -> None:
+        super().__init__()
+        for number, chunk in enumerate(chunks):
+            self.add_module(f"model{number}", chunk)
+
+    def sharded_state_dict(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """Checkpoint entries of all chunks, by parameter."""
+        return {
+            f"model{number}.{key}": entry
+            for number, chunk in enumerate(chunks_of(self))
+            for key, entry in chunk.sharded_state_dict(metadata=metadata).items()
+        }
+
+
+def chunks_of(model: PolicyModel | ModelChunks) -> list[PolicyModel]:
+    """The chunks of a stage, which is one where there is no virtual pipeline."""
+    return list(model.children()) if isinstance(model, ModelChunks) else [model]  # type: ignore[arg-type]
 
 
 class ScalarHead(MegatronModule):

@@ -21,10 +21,10 @@ from megatron.core.transformer.transformer_block import (  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 
-def block_spec(config: TransformerConfig, pp_rank: int) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage."""
+def block_spec(config: TransformerConfig, pp_rank: int, chunk: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of one pipeline stage, or of a chunk of it under a virtual pipeline."""
     layer, final_norm = _transformer_engine_layer(config) if torch.cuda.is_available() else _torch_layer(config)
-    count = get_num_layers_to_build(config, pp_rank=pp_rank)
+    count = get_num_layers_to_build(config, vp_stage=chunk, pp_rank=pp_rank)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=final_norm)
 
 

@@ -103,7 +103,7 @@ def is_adapter(name: str) -> bool:
 
 def is_trained(name: str, *, scalar_head: bool) -> bool:
     """Whether a parameter of a model with adapters trains, by its Megatron name: adapters do, and a scalar head."""
-    return is_adapter(name) or (scalar_head and name == SCALAR_HEAD.megatron)
+    return is_adapter(name) or (scalar_head and name.endswith(SCALAR_HEAD.megatron))
 
 
 def factor_names(weight: str) -> tuple[str, str]:

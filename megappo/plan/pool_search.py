@@ -150,7 +150,7 @@ class PoolSearch:
                     continue
                 for recompute, budget in product(recomputes, budgets if pp > 1 else budgets[:1]):
                     role = replace(given, tp=tp, pp=pp, sequence_parallel=tp > 1, micro_batch_tokens=budget)
-                    role = replace(role, recompute=recompute, offload="none")
+                    role = replace(role, vpp=1, recompute=recompute, offload="none")
                     self.tried += 1
                     memory = self._memory(name, role, layout)
                     phases = role_phases(self.config, name, role, layout, spec, self.device, self.work)

@@ -61,7 +61,7 @@ def balanced_partition(lengths: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(rows) for rows in members]
 
 
-def pack_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def pack_by_budget(lengths: Sequence[int], budget: int, multiple: int = 1) -> list[list[int]]:
     """Cut rows into few micro-batches, similarly loaded, of at most `budget` tokens each.
 
     Tries `balanced_partition` at the fewest micro-batches the total allows, then one more, and so on; where none fits
@@ -70,9 +70,11 @@ def pack_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     Args:
         lengths: tokens of each row, >= 0.
         budget: tokens of a micro-batch, >= 1.
+        multiple: the number of micro-batches is a multiple of this.
 
     Returns:
-        Lists of indices into `lengths`, each ascending and none empty; no lists for no rows.
+        Lists of indices into `lengths`, each ascending; none is empty unless there are fewer rows than `multiple` asks
+        micro-batches for. No lists for no rows.
 
     Raises:
         ValueError: if budget < 1, or if a row is longer than the budget (rows are never split).
@@ -88,8 +90,9 @@ def pack_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
             f"raise the budget to at least {longest} or shorten the rows"
         )
     fallback = _first_fit_decreasing(lengths, budget)
-    fewest = max(1, -(-sum(lengths) // budget))
-    for parts in range(fewest, len(fallback) + 1):
+    fewest = -(-max(sum(lengths), 1) // (budget * multiple)) * multiple
+    fallback += [[]] * (-len(fallback) % multiple)
+    for parts in range(fewest, len(fallback) + 1, multiple):
         bins = balanced_partition(lengths, parts)
         if all(sum(lengths[row] for row in rows) <= budget for rows in bins):
             return bins

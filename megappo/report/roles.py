@@ -39,7 +39,8 @@ def _describe(name: str, role: Mapping[str, Any], pools: Mapping[str, Any]) -> R
     if name == "rollout":
         layout = f"{copies} engine{'' if copies == 1 else 's'} x TP{tp}"
     else:
-        layout = f"TP{tp} x PP{pp} x DP{copies}" + (" + SP" if role.get("sequence_parallel") else "")
+        chunks = f" x VPP{role['vpp']}" if _integer(role.get("vpp")) > 1 else ""
+        layout = f"TP{tp} x PP{pp}{chunks} x DP{copies}" + (" + SP" if role.get("sequence_parallel") else "")
     return RoleRow(name, str(pool), f"{layout}, and {named}" if named else layout, devices)
 
 

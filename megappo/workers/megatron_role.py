@@ -17,7 +17,7 @@ from megappo.data import batch
 from megappo.data.sequences import ending_rows
 from megappo.layout.legality import FP8_MULTIPLE
 from megappo.models.adapters import adapters_off, freeze
-from megappo.models.build import build_model
+from megappo.models.build import build_model, chunks_of
 from megappo.models.language_head import LanguageHead
 from megappo.models.lora import is_adapter, is_trained
 from megappo.models.process_groups import device, make_process_groups
@@ -70,10 +70,12 @@ class MegatronRole:
         if self.spec.lora is not None:
             initialise(self.spec, self.params, self.boxes(), settings.seed)
             freeze(self.model, scalar_head=settings.scalar_head)
-        self.trained: Any = self.model
+        self.chunks = chunks_of(self.model)
+        self.config = self.chunks[0].config
+        self.trained: list[Any] = [*self.chunks]
         self.optimizer: Any = None
         if settings.optimizer is not None:
-            self.trained, self.optimizer = make_trainable(self.model, self.groups, self.dtype, settings.optimizer)
+            self.trained, self.optimizer = make_trainable(self.chunks, self.groups, self.dtype, settings.optimizer)
             self.params = {name: param.data for name, param in self.model.named_parameters()}  # moved into buffers
         else:
             self.model.requires_grad_(False)
@@ -98,7 +100,7 @@ class MegatronRole:
     @property
     def head(self) -> LanguageHead:
         """The language-model head; on the last stage only."""
-        return LanguageHead(self.model.head_weight, self.spec.vocab_size, self.groups.tp)
+        return LanguageHead(self.chunks[-1].head_weight, self.spec.vocab_size, self.groups.tp)
 
     def boxes(self) -> list[Box]:
         """What this rank holds of the model."""
@@ -216,7 +218,7 @@ class MegatronRole:
             FloatingPointError: the gradient is not finite; the weights cannot be used any more.
         """
         self.residence.work(training=True)
-        self.trained.train()
+        self.model.train()
         set_learning_rate(self.optimizer, learning_rate)
         history = [self._step(batch.take_ids(rows, mini.ids), mini.totals, objective) for mini in mini_batches]
         memory = self._peak_memory() if torch.cuda.is_available() else {}
@@ -241,7 +243,8 @@ class MegatronRole:
 
     def _step(self, rows: pa.Table, totals: Totals, objective: Objective) -> dict[str, float]:
         micros = self._micro_batches(rows, objective.columns, objective.unit)
-        self.trained.zero_grad_buffer()
+        for chunk in self.trained:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         results = self._pipeline(
             micros, lambda output, micro: objective(output, micro, totals, self), forward_only=False
@@ -264,7 +267,7 @@ class MegatronRole:
     # --- the pass through the pipeline ---------------------------------------------------------------------------
 
     def _micro_batches(self, rows: pa.Table, columns: Sequence[str], unit: int = 1) -> list[MicroBatch]:
-        config = self.model.config
+        config = self.config
         split = config.tensor_model_parallel_size if config.sequence_parallel else 1
         return make_micro_batches(
             rows,
@@ -273,6 +276,8 @@ class MegatronRole:
             columns=columns,
             device=device(),
             unit=unit,
+            # Megatron's interleaved schedule passes groups of as many micro-batches as stages from chunk to chunk.
+            count_multiple=self.groups.pp.size() if len(self.chunks) > 1 else 1,
         )
 
     def _pipeline(
@@ -297,18 +302,18 @@ class MegatronRole:
             output = model(micro.input_ids_1t, micro.position_ids_1t, None, packed_seq_params=micro.packed)
             return output, partial(loss, micro)
 
-        stages = self.groups.pp.size()
-        run = get_forward_backward_func(pp_size=stages, vp_size=None)
+        stages, interleaved = self.groups.pp.size(), len(self.chunks) > 1
+        run = get_forward_backward_func(pp_size=stages, vp_size=len(self.chunks) if interleaved else None)
         return run(
             forward_step_func=forward,
-            data_iterator=iter(micros),
+            data_iterator=[iter(micros) for _ in self.chunks],
             model=self.trained,
             num_microbatches=len(micros),
             seq_length=max(micro.num_tokens for micro in micros),
             micro_batch_size=1,
             forward_only=forward_only,
             pg_collection=self.groups,
-            p2p_communicator=P2PCommunicator(self.groups.pp, self.model.config) if stages > 1 else None,
+            p2p_communicator=P2PCommunicator(self.groups.pp, self.config) if stages > 1 else None,
         )
 
     # --- checkpoints ---------------------------------------------------------------------------------------------

@@ -60,11 +60,12 @@ def make_micro_batches(
     columns: Sequence[str],
     device: torch.device,
     unit: int = 1,
+    count_multiple: int = 1,
 ) -> list[MicroBatch]:
     """Cut rows into micro-batches of at most ``token_budget`` tokens.
 
-    No rows still make one micro-batch, of padding without targets, since every rank of a layout has to take part in the
-    collectives of a step.
+    Where there are too few rows for the number of micro-batches (at least one, since every rank of a layout has to take
+    part in the collectives of a step), some are of padding, without targets.
 
     Args:
         table: rows with ``id``, ``prompt_ids``, ``response_ids`` and ``columns``; with ``loss_mask``, response tokens
@@ -73,13 +74,13 @@ def make_micro_batches(
             parallelism); the padding comes after the last sequence, where causal attention hides it.
         columns: ragged float columns to take along.
         unit: so many rows in a row stay together.
+        count_multiple: the number of micro-batches is a multiple of this.
 
     Raises:
         ValueError: a unit is longer than the budget.
     """
-    if table.num_rows == 0:
-        return [_pack(table, multiple, columns, device)]
-    bins = pack_by_budget(unit_sums(sequence_lengths(table), unit).tolist(), token_budget)
+    bins = pack_by_budget(unit_sums(sequence_lengths(table), unit).tolist(), token_budget, count_multiple)
+    bins = bins or [[]] * count_multiple
     return [_pack(table.take(pa.array(unit_rows(units, unit))), multiple, columns, device) for units in bins]
 
 

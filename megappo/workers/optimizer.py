@@ -6,7 +6,7 @@ Without Transformer Engine or Apex, Megatron-core 0.16.1 falls back to torch's A
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,16 +29,16 @@ from megatron.core.optimizer import distrib_optimizer, get_megatron_optimizer  #
 
 
 def make_trainable(
-    model: GPTModel, groups: ProcessGroupCollection, dtype: torch.dtype, settings: OptimizerConfig
-) -> tuple[DistributedDataParallel, Any]:
-    """Wrap a model, whose weights are loaded, for training.
+    chunks: Sequence[GPTModel], groups: ProcessGroupCollection, dtype: torch.dtype, settings: OptimizerConfig
+) -> tuple[list[DistributedDataParallel], Any]:
+    """Wrap the chunks of a model, whose weights are loaded, for training.
 
     Returns:
-        (the wrapped model, Megatron's distributed optimizer). Gradients are summed over data-parallel ranks in float32
+        (the wrapped chunks, Megatron's distributed optimizer). Gradients are summed over data-parallel ranks in float32
         and never divided: the loss already holds its weights.
     """
     _repair_torch_adam()
-    wrapped = wrap_for_training(model, groups)
+    wrapped = wrap_for_training(chunks, groups)
     config = MegatronOptimizerConfig(
         optimizer="adam",
         lr=0.0,  # set before every step
@@ -51,27 +51,27 @@ def make_trainable(
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
-    optimizer = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False, pg_collection=groups)
+    optimizer = get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False, pg_collection=groups)
     set_hyper_parameters(optimizer, settings)
     _allocate_state(optimizer)
-    model.config.grad_scale_func = optimizer.scale_loss
+    chunks[0].config.grad_scale_func = optimizer.scale_loss
     return wrapped, optimizer
 
 
-def wrap_for_training(model: GPTModel, groups: ProcessGroupCollection) -> DistributedDataParallel:
-    """Move the weights into one buffer and give them gradients, which backward passes add to."""
-    model.config.finalize_model_grads_func = partial(_finalize, groups=groups)
-    return DistributedDataParallel(
-        config=model.config,
-        ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=False,
-            use_distributed_optimizer=True,
-            check_for_nan_in_grad=False,
-        ),
-        module=model,
-        pg_collection=groups,
+def wrap_for_training(chunks: Sequence[GPTModel], groups: ProcessGroupCollection) -> list[DistributedDataParallel]:
+    """Move each chunk's weights into one buffer and give them gradients, which backward passes add to."""
+    config = chunks[0].config  # all have the same
+    config.finalize_model_grads_func = partial(_finalize, groups=groups)
+    data_parallel = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=True,
+        check_for_nan_in_grad=False,
     )
+    return [
+        DistributedDataParallel(config=config, ddp_config=data_parallel, module=chunk, pg_collection=groups)
+        for chunk in chunks
+    ]
 
 
 def set_hyper_parameters(optimizer: Any, settings: OptimizerConfig) -> None:
@@ -88,10 +88,11 @@ def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
         group["lr"] = learning_rate * group["lr_mult"]
 
 
-def gradient_buffers(wrapped: Any) -> Iterator[torch.Tensor]:
-    """What gradients are summed in; nothing for a model that is not wrapped for training."""
-    for buffer in wrapped.buffers if isinstance(wrapped, DistributedDataParallel) else ():
-        yield buffer.grad_data
+def gradient_buffers(chunks: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """What gradients are summed in; nothing for chunks that are not wrapped for training."""
+    for chunk in chunks:
+        for buffer in chunk.buffers if isinstance(chunk, DistributedDataParallel) else ():
+            yield buffer.grad_data
 
 
 def state_tensors(optimizer: Any, weights: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
