@@ -25,6 +25,7 @@ SMALLER = [
     *("run.steps=3", "run.save_every=0", "run.validate_before=false", "data.validation=[]", "run.validate_every=0"),
     *("pools={train: {devices_per_node: 1}, serve: {devices_per_node: 1}}", "roles.actor={pool: train}"),
     *("roles.critic={pool: train}", "roles.reference=null", "ppo.kl={in_reward: false}", "roles.reward.timeout_s=300"),
+    "ppo.guards={}",
 ]
 FLAGS = ["--devices-per-node=1", "--time=60"]
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}

@@ -29,7 +29,7 @@ class Processes:
         calls: waits for what processes were asked.
         pools: all of the configuration.
         python: command that processes on the CPU start by in place of Python, if any.
-        started: where processes are; subclasses, which start them, add to it.
+        started: where processes on the pools are; subclasses, which start them, add to it.
     """
 
     pools: Mapping[str, Pool]

@@ -25,7 +25,7 @@ class Starter:
     """Starts Megatron's processes on pools.
 
     Attributes:
-        started: collects where they are.
+        started: collects where those on pools are.
         python: see :class:`megappo.cluster.processes.Processes`.
     """
 
@@ -51,7 +51,11 @@ class Starter:
         """The same members, once they run, with their nodes and devices."""
         asked = [Group(tuple(members), self.calls).each("whereabouts", lambda _: ()) for members in started]
         answers = self.calls.gather(*asked)
-        self.started.extend(address for group in answers for address, _ in group)
+        for members, found in zip(started, answers, strict=True):
+            # Those of rewards are on no pool, and end only with the connection to Ray.
+            self.started.extend(
+                address for member, (address, _) in zip(members, found, strict=True) if member.place.pool in self.pools
+            )
         return [
             tuple(
                 Member(member.actor, replace(member.place, node=address.host, watch=address), device)
