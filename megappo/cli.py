@@ -192,7 +192,8 @@ def layout_table(config: Config) -> str:
     rows: list[tuple[str, ...]] = [("role", "pool", "devices", "tp", "pp", "dp", "model")]
     for name, role in config.roles.megatron.items():
         devices = config.pools[role.pool].devices
-        sizes = (devices, role.tp, role.pp, devices // (role.tp * role.pp))
+        stages = f"{role.pp} x {role.vpp} chunks" if role.vpp > 1 else role.pp
+        sizes = (devices, role.tp, stages, devices // (role.tp * role.pp))
         rows.append((name, role.pool, *map(str, sizes), config.model_folder(name)))
     rollout = config.roles.rollout
     devices = config.pools[rollout.pool].devices

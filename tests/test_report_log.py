@@ -147,7 +147,7 @@ def test_describe_roles() -> None:
         },
     }
     assert describe_roles(config) == [
-        RoleRow("actor", "a", "TP2 x PP2 x DP2 + SP", 8),
+        RoleRow("actor", "a", "TP2 x PP2 x VPP2 x DP2 + SP", 8),
         RoleRow("rollout", "a", "4 engines x TP2", 8),
         RoleRow("reward", "driver", "2 processes: f, g", 0),
     ]
