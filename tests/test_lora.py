@@ -17,7 +17,10 @@ from megappo.config import LoraConfig
 from megappo.convert.command import Options, convert
 from megappo.data import batch
 from megappo.layout.mesh import Layout
-from megappo.models.spec import ModelError
+from megappo.models.spec import ModelError, read_model_spec, with_lora
+from megappo.reshard.boxes import megatron_boxes, vllm_boxes
+from megappo.reshard.files import block
+from megappo.reshard.merge import merge, updates
 
 ALL = LoraConfig(rank=4, alpha=8.0)
 SOME = LoraConfig(rank=3, alpha=4.0, targets=("q_proj", "v_proj", "up_proj", "down_proj"))
@@ -92,6 +95,46 @@ def test_trained_split_resumed_and_exported(tmp_path: Path, folder: str, lora: L
     for loaded in (with_peft(folder, critic, tmp_path / "peft"), hugging_face(str(tmp_path / "merged"), critic)):
         np.testing.assert_allclose(ours, outputs(loaded, critic), atol=1e-5)
     assert np.abs(ours - outputs(hugging_face(folder, critic), critic)).max() > 0.01
+
+
+PARTS: dict[str, Any] = {
+    "megatron tp2 pp2": lambda spec: [megatron_boxes(spec, Layout(tp=2, pp=2), rank) for rank in range(4)],
+    "vllm tp4, with copies of key/value heads": lambda spec: [vllm_boxes(spec, 4, at, at) for at in range(4)],
+}
+
+
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("lora", [ALL, SOME], ids=["all", "some"])
+def test_each_part_merges_what_the_whole_does(folder: str, lora: LoraConfig, parts: Any) -> None:
+    spec, generator = with_lora(read_model_spec(folder), lora), torch.Generator().manual_seed(0)
+    whole = {name: torch.randn(shape, generator=generator) for name, shape in spec.hf_shapes().items()}
+    merged = {name: tensor.clone() for name, tensor in whole.items()}
+    scale, changed = lora.alpha / lora.rank, 0
+    for name, tensor in whole.items():
+        stem = name.removesuffix("weight")
+        if f"{stem}lora_A.weight" in whole:
+            product = whole[f"{stem}lora_B.weight"].double() @ whole[f"{stem}lora_A.weight"].double()
+            merged[name] = (tensor.double() + scale * product).float()
+            changed += 1
+    assert changed == len(lora.targets if lora is SOME else "qkvogud") * spec.num_layers
+    for boxes in parts(spec):
+        local: dict[str, torch.Tensor] = {}
+        for box in boxes:
+            ends = [begin + extent for begin, extent in zip(box.local_offset, box.size, strict=True)]
+            known = local.get(box.param, torch.zeros([0] * len(ends))).shape
+            local[box.param] = torch.zeros([max(a, b) for a, b in zip(ends, known, strict=True)])
+        for box in boxes:
+            local[box.param][block(box.local_offset, box.size)] = whole[box.name][block(box.offset, box.size)]
+        for box, a, columns, b, rows in updates(boxes):
+            merge(
+                local[box.param][block(box.local_offset, box.size)],
+                local[a][:, columns],
+                local[b][rows],
+                lora.alpha / lora.rank,
+            )
+        for box in boxes:
+            found, wanted = local[box.param][block(box.local_offset, box.size)], merged[box.name]
+            assert torch.equal(found, wanted[block(box.offset, box.size)]), box
 
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path, folder: str) -> None:

@@ -30,4 +30,13 @@ def test_forward_and_training() -> None:
     assert found["perf/tflops/update_actor"] == pytest.approx(6 * (body + head) / 4 / 2 / 1e12)
     assert found["perf/tflops/values"] == pytest.approx(body / 1e12)
     assert found["perf/mfu/values"] == pytest.approx(body / 1e12 / 1e-9)
+    frozen = speed_metrics(
+        {"actor": Worker(SHAPE, devices=2, frozen=True)},
+        {"timing_s/update_actor": 4.0},
+        np.array([3, 2]),
+        np.array([2, 1]),
+        passes=lambda role: 2,
+        peak_tflops=None,
+    )
+    assert frozen == {"perf/tflops/update_actor": pytest.approx(4 * (body + head) / 4 / 2 / 1e12)}
     assert "perf/tflops/gen" not in found and "perf/tflops/ref" not in found
