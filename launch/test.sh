@@ -40,7 +40,11 @@ check() {
 check "ruff check" python -m ruff check .
 check "ruff format" python -m ruff format --check .
 check "mypy" python -m mypy
-check "pytest" python -m pytest "$@"
+tests() {
+    python -m pytest --lane "$@" || [ $? -eq 5 ]  # 5: no test in this lane
+}
+check "pytest, two at a time" tests together -n 2 --dist loadgroup --no-loadscope-reorder "$@"
+check "pytest, one at a time" tests alone "$@"
 
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'FAILED: %s\n' "${failed[@]}"

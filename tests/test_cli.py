@@ -50,6 +50,7 @@ def test_command_check(project: Project) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, TABLE.replace("FOLDER", str(project.folder)), "")
 
 
+@pytest.mark.alone
 def test_command_check_is_quick_and_imports_nothing_heavy(project: Project) -> None:
     command(project.folder, "check", "config.yaml")  # the first call may compile
     start = time.perf_counter()

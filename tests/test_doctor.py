@@ -22,6 +22,8 @@ from megappo.fit import Device
 from megappo.plan.profile import load_profile
 from megappo.stack import Wanted
 
+pytestmark = pytest.mark.xdist_group("runs")
+
 GOOD = Facts(
     host="n1",
     clock=0.0,

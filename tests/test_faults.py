@@ -34,6 +34,8 @@ from megappo.data.requests import make_requests
 from megappo.report.run_log import read_log
 from megappo.stop_request import STOPPED
 
+pytestmark = pytest.mark.xdist_group("runs")
+
 SMALLER = [
     *("run.steps=2", "run.save_every=0", "run.validate_before=false", "data.validation=[]", "run.validate_every=0"),
     *("pools.train.devices_per_node=2", "roles.actor.pp=1", "pools.value.devices_per_node=1", "roles.critic.pp=1"),

@@ -52,6 +52,7 @@ exec "{sys.executable}" "$@"
     return tmp_path / "venv"
 
 
+@pytest.mark.alone
 def test_setup_installs_once(fake_venv: Path) -> None:
     env = {"MEGAPPO_VENV": str(fake_venv), "MEGAPPO_STACK": "cpu"}
     assert bash(ROOT / "launch/setup.sh", **env).returncode == 0

@@ -30,6 +30,8 @@ from megappo.run import Run
 from megappo.trainer import Trainer
 from megappo.workers.settings import Sampling
 
+pytestmark = pytest.mark.xdist_group("runs")
+
 SMALLER = (
     *("run.steps=4", "run.save_every=2", "run.keep_checkpoints=9", "run.trackers=[]", "run.validate_every=0"),
     *("data.validation=[]", "data.canary=[]", "pools.train.devices_per_node=1", "roles.actor={pool: train}"),

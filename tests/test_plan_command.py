@@ -272,6 +272,7 @@ def test_every_way_to_share_and_to_split() -> None:
         assert sum(sizes) == 512 and all(size % 32 == 0 for size in sizes)
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("own_heap")
 def test_a_70b_model_on_512_devices_in_under_ten_seconds(many: Path, capsys: pytest.CaptureFixture[str]) -> None:
     began = time.thread_time()

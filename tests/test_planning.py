@@ -13,7 +13,7 @@ from megappo.reshard.plan import plan_copies
 
 SLACK = 2  # machines differ
 
-pytestmark = pytest.mark.usefixtures("own_heap")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("own_heap")]
 
 
 @pytest.mark.parametrize(("name", "limit_s"), [("405b", 1.0), ("1t-moe", 3.0)])

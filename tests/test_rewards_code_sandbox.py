@@ -25,6 +25,8 @@ from megappo.rewards.resolve import RewardError
 from megappo.rewards.sandbox import Limits, SandboxError
 from megappo.rewards.sandbox_local import LocalSandbox
 
+pytestmark = pytest.mark.alone
+
 LIMITS = Limits(timeout_s=1.0, memory_mb=128, processes=8, output_kb=16)
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap, and there is no bwrap")
 

@@ -171,6 +171,7 @@ def test_math_without_a_box_scores_nothing() -> None:
     assert math.compute_score("MATH", "5", "5") == {"score": 0.0, "acc": 0.0, "format": 0.0, "pred": ""}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "hostile", ["\\boxed{" * 3000, "\\text{" + " " * 20000, "1" * 20000, "1," * 10000, "\\frac{" * 5000]
 )

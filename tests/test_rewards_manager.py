@@ -20,6 +20,8 @@ from megappo.rewards.manager import SCHEMA, RewardManager
 from megappo.rewards.resolve import RewardError
 from megappo.rewards.worker import Outcome, judge
 
+pytestmark = pytest.mark.alone
+
 LIMIT_S = 0.8
 
 # Does what the response says, after noting row and process in the file that extra_info names as its mark.

@@ -21,6 +21,8 @@ from megappo.data import batch
 from megappo.metric_names import unknown_name
 from megappo.report.run_log import read_log, read_samples
 
+pytestmark = pytest.mark.xdist_group("runs")
+
 STEPS = 5
 ROWS = 21
 TIMES = (

@@ -21,6 +21,8 @@ from megappo.data.replay import load_replay
 from megappo.data.sequences import joined
 from megappo.score import win_values
 
+pytestmark = pytest.mark.xdist_group("runs")
+
 POOLS = "pools: {train: {devices_per_node: 1}, serve: {devices_per_node: 1}}\n"
 ROLES = """\
 roles:

@@ -8,12 +8,15 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from small_run import CONFIG, Command, make_run_folder, make_tiny_model
 from test_reward_model import make_scorer, scores_of
 
 from megappo.data import batch
 from megappo.data.sequences import joined
 from megappo.report.run_log import read_log
+
+pytestmark = pytest.mark.xdist_group("runs")
 
 POOLS = "pools: {all: {devices_per_node: 4}}\n"
 ROLES = """\

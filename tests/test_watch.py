@@ -17,6 +17,8 @@ import pytest
 
 from megappo.cluster.watch import Address, Watch, look, wait_until_gone
 
+pytestmark = pytest.mark.alone
+
 PROCESS = """\
 import sys, threading, time
 from megappo.cluster.watch import Watch
