@@ -14,6 +14,7 @@ from megappo.cluster.dataflow import batch_of
 from megappo.collect import Begun, Collected, Collector
 from megappo.config import Config
 from megappo.data.order import PromptOrder
+from megappo.data.progress import done, undone
 from megappo.report.step_metrics import staleness_metrics
 
 _GREEDY, _NOTE = "greedy_", b"megappo"
@@ -46,7 +47,7 @@ class Ahead:
         collected = self._collector.collect(step, position) if ready is None else ready
         if not self._staleness:
             return collected
-        if step + 1 < self._steps:
+        if step + 1 < self._steps and step + 1 not in self._ready:
             self._begun = self._collector.begin(step + 1, collected.position, version=step)
         versions = collected.batch.read("weight_version")
         return replace(collected, metrics={**collected.metrics, **staleness_metrics(versions, step)})
@@ -67,10 +68,14 @@ class Ahead:
                 write_held(folder / f"{_GREEDY}{step}.parquet", greedy.read(*sorted(greedy.columns)), {})
 
     def load(self, folder: Path) -> None:
-        """Go on with what :meth:`save` wrote, whatever ``ppo.staleness`` was then."""
+        """Go on with what :meth:`save` wrote, whatever ``ppo.staleness`` was then: what is not done begins anew."""
         self._begun, self._ready = None, {}
         for path in sorted(folder.glob("[0-9]*.parquet")):
             rows, note = read_held(path)
+            if undone(rows).num_rows:
+                continue
+            if "weight_version" not in rows.column_names:
+                rows = done(rows)
             greedy = path.with_name(f"{_GREEDY}{path.name}")
             more = batch_of(read_held(greedy)[0]) if greedy.exists() else None
             self._ready[int(path.stem)] = Collected(batch_of(rows), greedy=more, **note)

@@ -24,7 +24,7 @@ FIXED = frozenset(
         *(f"train/{name}" for name in ("num_gen_batches", "sampled_prompts", "informative_prompts")),
         *(f"training/rollout_{name}_diff_{kind}" for name in ("probs", "logprobs") for kind in ("mean", "max")),
         *(f"training/{name}" for name in ("rollout_actor_probs_pearson_corr", "global_step", "epoch")),
-        *(f"staleness/{name}" for name in ("mean", "max")),
+        *(f"staleness/{name}" for name in ("mean", "max", "partial_share")),
         *(f"training/{name}" for name in ("correction_mean", "correction_truncated")),
     ]
 )

@@ -17,8 +17,8 @@ class Replayer:
     A dumped batch with the weights that it was trained on gives the same step again, but for what sampling measures.
     """
 
-    def __init__(self, config: Config, order: PromptOrder) -> None:
-        self.config, self.order = config, order
+    def __init__(self, config: Config, prompts: int) -> None:
+        self.config, self.order = config, PromptOrder(prompts, config.run.seed, config.data.shuffle)
 
     def collect(self, step: int, position: int) -> Collected:
         """Read the batch of a step; see :meth:`megappo.ahead.Ahead.collect`.

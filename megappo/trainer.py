@@ -35,6 +35,7 @@ from megappo.restarts import with_restarts
 from megappo.rewards.scale import Moments, scaled
 from megappo.run import Run
 from megappo.stop_request import StopRequest, stop_request
+from megappo.streamed import Streamed
 from megappo.workers.objectives import ActorObjective, CriticObjective
 from megappo.workers.settings import Sampling
 
@@ -95,8 +96,7 @@ class Trainer:
         self.controller = KLController(kl.coef, kl.target, kl.horizon)
         self.oversight = Oversight(config)
         self.moments = Moments()
-        sampler = Ahead(config, Collector(config, cluster, run.train_prompts))
-        self.collector = Replayer(config, sampler.order) if config.data.replay else sampler
+        self.collector = batch_source(config, cluster, run.train_prompts)
         temperature = config.roles.rollout.validation_temperature
         self.validation_sampling = Sampling(temperature, 1.0, -1, config.data.max_response)
 
@@ -319,6 +319,15 @@ class Trainer:
             self.moments = Moments(**state["reward_moments"])
         self.run.start_log(self.step if latest is not None else None)
         self.cluster.sync_weights(version=self.step)
+
+
+def batch_source(config: Config, cluster: Cluster, prompts: PromptSet) -> Ahead | Streamed | Replayer:
+    """Where the batches of the steps come from, and when."""
+    if config.data.replay:
+        return Replayer(config, len(prompts))
+    if config.ppo.streams:
+        return Streamed(config, cluster, prompts)
+    return Ahead(config, Collector(config, cluster, prompts))
 
 
 def _due(step: int, every: int) -> bool:

@@ -101,6 +101,16 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
         "perf/, prompt_length/, response_length/, reward/, staleness/, timing_s/, train/, training/, val-aux/, "
         "val-core/",
     ),
+    "prompts by what others score, several batches ahead": (
+        ("ppo.staleness=2", "ppo.dynamic_sampling={}"),
+        "ppo.dynamic_sampling: which prompts it takes is known only when others are scored, while ppo.staleness 2 has "
+        "several batches drawn at a time: set null, or staleness 1",
+    ),
+    "greedy responses across versions": (
+        ("ppo.staleness=2", "ppo.estimator=remax", "roles.critic=null"),
+        "ppo.estimator: remax takes greedy responses of one version of the weights, while ppo.staleness 2 draws across "
+        "several: choose another, or staleness 1",
+    ),
     "engines that take turns and are to overlap": (
         ("ppo.staleness=1", "roles.rollout.pool=value"),
         "ppo.staleness: 1 has the engines generate while others work, and critic and reference take turns with them in "

@@ -18,11 +18,10 @@ import pytest
 from small_run import make_run_folder
 
 from megappo.cluster.cluster import Cluster
-from megappo.cluster.dataflow import put_table
+from megappo.cluster.dataflow import batch_of, put_table
 from megappo.collect import Collected
 from megappo.config import Config, load_config
 from megappo.data import batch as rows_of
-from megappo.data.order import PromptOrder
 from megappo.data.requests import make_requests
 from megappo.replay import Replayer
 from megappo.report.run_log import read_log
@@ -33,10 +32,11 @@ from megappo.workers.settings import Sampling
 pytestmark = pytest.mark.xdist_group("runs")
 
 SMALLER = (
-    *("run.steps=4", "run.save_every=2", "run.keep_checkpoints=9", "run.trackers=[]", "run.validate_every=0"),
+    *("run.steps=4", "run.keep_checkpoints=9", "run.trackers=[]", "run.validate_every=0"),
     *("data.validation=[]", "data.canary=[]", "pools.train.devices_per_node=1", "roles.actor={pool: train}"),
     *("pools.value.devices_per_node=1", "roles.critic={pool: value}", "roles.reference={pool: value}"),
     *("roles.rollout.samples_per_prompt=2", "ppo.mini_batch=7", "ppo.guards={}", "ppo.actor_lr=3.0e-3"),
+    *("data.max_response=40", "roles.rollout.max_sequences=4", "ppo.staleness=2", "run.save_every=1"),
 )
 TIMES = ("timing_s/", "perf/", "staleness/")
 
@@ -50,9 +50,9 @@ class Shared:
     folder: Path
 
     @contextmanager
-    def trainer(self, name: str, **ppo: Any) -> Iterator[Trainer]:
+    def trainer(self, name: str, staleness: int = 0, **ppo: Any) -> Iterator[Trainer]:
         """A trainer in a run folder of its own, from the first weights or from the folder's last checkpoint."""
-        run, algorithm = replace(self.config.run, dir=name), replace(self.config.ppo, **ppo)
+        run, algorithm = replace(self.config.run, dir=name), replace(self.config.ppo, staleness=staleness, **ppo)
         config = replace(self.config, run=run, ppo=algorithm)
         with Run(config) as opened:
             if opened.last_checkpoint is None:
@@ -63,9 +63,9 @@ class Shared:
             trainer.resume()
             yield trainer
 
-    def run(self, name: str, **ppo: Any) -> None:
+    def run(self, name: str, staleness: int, **ppo: Any) -> None:
         """A whole run."""
-        with self.trainer(name, **ppo) as trainer:
+        with self.trainer(name, staleness, **ppo) as trainer:
             while trainer.step < trainer.config.run.steps:
                 trainer.train_step()
 
@@ -106,12 +106,12 @@ class ByHand(Replayer):
     """A strict loop that draws the next step's batch before it trains: from weights that will be old by then."""
 
     def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer.config, PromptOrder(20, seed=3))
+        super().__init__(trainer.config, prompts=20)
         self.trainer, self.held = trainer, {}
 
     def draw(self, step: int, version: int) -> Collected:
         requests = make_requests(self.trainer.run.train_prompts, self.order.take(7 * step, 7), 2)
-        sampling = Sampling(1.0, 1.0, -1, 9)
+        sampling = Sampling(1.0, 1.0, -1, 40)
         options = {"samples": 2, "seed": (3, step), "version": version}
         batch = self.trainer.cluster.generate(put_table(requests.table), requests.prompt_tokens, sampling, **options)
         return Collected(batch, 7 * step + 7)
@@ -125,7 +125,7 @@ class ByHand(Replayer):
 
 @pytest.fixture(scope="module")
 def one_ahead(shared: Shared) -> str:
-    shared.run("one_ahead", staleness=1)
+    shared.run("one_ahead", 1)
     return "one_ahead"
 
 
@@ -152,7 +152,7 @@ def test_old_responses_are_weighed_by_what_their_own_weights_thought_of_them(one
 
 
 def test_engines_generate_while_others_work(shared: Shared, one_ahead: str) -> None:
-    with shared.trainer("overlapping", staleness=1) as trainer:
+    with shared.trainer("overlapping", 1) as trainer:
         trainer.train_step()
         trainer.train_step()
         spans = {(span.place.role, span.method): span for span in shared.cluster.calls.spans}
@@ -162,19 +162,95 @@ def test_engines_generate_while_others_work(shared: Shared, one_ahead: str) -> N
         assert metrics["perf/idle_share/serve"] == pytest.approx(1 - metrics["perf/busy_share/serve"])
 
 
+def resume_at(name: str, step: int, copy: str) -> None:
+    """A copy of a run as if it had been killed after a step's checkpoint."""
+    shutil.copytree(name, copy)
+    for later in range(step + 1, 5):
+        shutil.rmtree(f"{copy}/checkpoints/step_{later}")
+
+
 def test_resumed_with_the_batch_that_was_ahead(shared: Shared, one_ahead: str) -> None:
-    shutil.copytree(one_ahead, "resumed")
-    shutil.rmtree("resumed/checkpoints/step_4")
+    resume_at(one_ahead, 2, "resumed")
     assert [path.name for path in Path("resumed/checkpoints/step_2/ahead").iterdir()] == ["2.parquet"]
     assert not Path(one_ahead, "checkpoints/step_4/ahead").exists()
-    shared.run("resumed", staleness=1)
+    shared.run("resumed", 1)
     assert_same("resumed", one_ahead)
 
 
 def test_a_run_that_is_resumed_without_staleness_trains_on_what_was_ahead_first(shared: Shared, one_ahead: str) -> None:
-    shutil.copytree(one_ahead, "stricter")
-    shutil.rmtree("stricter/checkpoints/step_4")
-    shared.run("stricter", correction=replace(shared.config.ppo.correction, level="token"))
+    resume_at(one_ahead, 2, "stricter")
+    shared.run("stricter", 0, correction=replace(shared.config.ppo.correction, level="token"))
     versions = [rows_of.column(rows, "weight_version").tolist() for _, rows in steps_of("stricter").values()]
     assert versions == [[0] * 14, [0] * 14, [1] * 14, [3] * 14]
     assert steps_of("stricter")[3][0] == steps_of(one_ahead)[3][0]
+
+
+# --- several batches ahead -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def streamed(shared: Shared) -> str:
+    shared.run("streamed", 2)
+    return "streamed"
+
+
+def test_responses_go_on_across_weight_syncs(streamed: str) -> None:
+    partial = 0
+    for step, (_, rows) in steps_of(streamed).items():
+        versions = rows_of.split_rows(rows, "token_versions")
+        first, last = rows_of.column(rows, "weight_version"), rows_of.column(rows, "last_weight_version")
+        for ids, own, reason in zip(
+            rows_of.split_rows(rows, "response_ids"), versions, rows.column("finish_reason").to_pylist(), strict=True
+        ):
+            assert len(ids) == len(own) <= 40
+            assert (np.diff(own) >= 0).all()
+            assert 1 not in ids[:-1] and (ids[-1] == 1) == (reason == "stop") and (len(ids) == 40 or reason == "stop")
+        assert [own[0] for own in versions] == first.tolist() and [own[-1] for own in versions] == last.tolist()
+        assert first.min() >= max(step - 1 - 2, 0) and last.max() <= step - 1
+        metrics = read_log(streamed)[step - 1]["metrics"]
+        assert metrics["staleness/partial_share"] == pytest.approx((first != last).mean())
+        assert metrics["staleness/max"] == step - 1 - first.min()
+        partial += (first != last).sum()
+    assert partial > 0
+
+
+def test_each_token_has_the_log_probability_of_the_weights_that_drew_it(shared: Shared, streamed: str) -> None:
+    """Scored by Megatron from the checkpoint of each version."""
+    cluster = shared.cluster
+    found = {}
+    for version in range(4):
+        folder = f"{streamed}/checkpoints/step_{version}" if version else str(shared.folder)
+        cluster.gather(cluster.actor.load(str(Path(folder, "actor").absolute())))
+        for step, (_, rows) in steps_of(streamed).items():
+            scored = batch_of(rows.select(["id", "prompt_ids", "response_ids"]))
+            (tables,) = cluster.gather(cluster.actor.score("logprobs", scored, column="cold", temperature=1.0))
+            found[version, step] = rows_of.flat(scored.with_columns(tables).read("cold"), "cold")
+    right, wrong = [], []
+    for step, (_, rows) in steps_of(streamed).items():
+        drawn, versions = rows_of.flat(rows, "rollout_logprobs"), rows_of.flat(rows, "token_versions")
+        for version in range(4):
+            gap = np.abs(found[version, step] - drawn)
+            right.append(gap[versions == version])
+            wrong.append(gap[versions != version])
+    assert np.concatenate(right).max() < 1e-4
+    assert np.median(np.concatenate(wrong)) > 1e-2
+
+
+def test_resumed_with_responses_as_far_as_they_were(shared: Shared, streamed: str) -> None:
+    resume_at(streamed, 2, "resumed_stream")
+    held = {step: pq.read_table(f"resumed_stream/checkpoints/step_2/ahead/{step}.parquet") for step in (2, 3)}
+    assert any(rows.column("finish_reason").null_count for rows in held.values())
+    shared.run("resumed_stream", 2)
+    for step, before in held.items():
+        rows = steps_of("resumed_stream")[step + 1][1]
+        for name in ("response_ids", "rollout_logprobs", "token_versions"):
+            for start, whole in zip(rows_of.split_rows(before, name), rows_of.split_rows(rows, name), strict=True):
+                np.testing.assert_array_equal(whole[: len(start)], start)
+    assert [row["step"] for row in read_log("resumed_stream")] == [1, 2, 3, 4]
+
+
+def test_what_was_not_done_is_drawn_anew_without_staleness(shared: Shared, streamed: str) -> None:
+    resume_at(streamed, 2, "anew")
+    shared.run("anew", 0)
+    versions = [rows_of.column(rows, "weight_version").tolist() for _, rows in steps_of("anew").values()]
+    assert versions[3] == [3] * 14

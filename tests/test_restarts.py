@@ -10,7 +10,7 @@ import pytest
 
 from megappo.cluster.calls import Call, Pending, Place, WorkerFailed, WorkerLost
 from megappo.cluster.groups import Generation, Member, RolloutGroup
-from megappo.cluster.serving import Serving
+from megappo.cluster.serving import Flight, Serving
 from megappo.restarts import with_restarts
 
 
@@ -137,10 +137,12 @@ class Scene:
     starter: Starter
     engines: list[Engine]
 
-    def generate(self) -> Any:
+    def begin(self, ahead: bool = False) -> Flight:
         shares = tuple((share,) for share in ("a", "b", "c"))
-        flight = self.serving.begin(lambda group: Generation(shares, list), version=4)  # type: ignore[arg-type]
-        return self.serving.finish(flight)
+        return self.serving.begin(lambda group: Generation(shares, list), version=4, ahead=ahead)  # type: ignore[arg-type]
+
+    def generate(self) -> Any:
+        return self.serving.finish(self.begin())
 
 
 def scene(monkeypatch: pytest.MonkeyPatch, *losses: WorkerLost, replacements: int = 2) -> Scene:
@@ -161,6 +163,8 @@ def test_the_living_take_over_what_the_dead_were_asked_and_successors_serve_afte
     assert at.weights.events == []  # nothing has stopped for them
     assert at.serving.sync_weights(5) == 1
     assert at.weights.events == ["reconnect", "sync 5"]
+    asked = [[method for method, _ in engine.asked] for engine in at.engines]
+    assert asked[0][-1] == "whereabouts" and "whereabouts" not in asked[1] + asked[2]  # the dead do not answer
     at.generate()
     assert at.starter.started[0].asked[-1] == ("generate", ("b",))
     assert at.starter.started[1].asked[-1] == ("generate", ("c",))
@@ -169,6 +173,23 @@ def test_the_living_take_over_what_the_dead_were_asked_and_successors_serve_afte
 def test_without_any_left_the_successors_get_the_weights_first(monkeypatch: pytest.MonkeyPatch) -> None:
     at = scene(monkeypatch, died(0, 1, 2), replacements=3)
     assert at.generate() == [(0, "generate ('a',)"), (1, "generate ('b',)"), (2, "generate ('c',)")]
+    assert at.weights.events == ["reconnect", "sync 4"]
+
+
+def test_a_death_that_is_noticed_while_others_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = scene(monkeypatch)
+    flight = at.begin(ahead=True)
+    at.serving.survive(died(2))
+    assert at.serving.finish(flight) == [(0, "generate ('a',)"), (1, "generate ('b',)"), (0, "generate ('c',)")]
+    assert at.weights.events == []
+    at = scene(monkeypatch, replacements=3)
+    at.begin(ahead=True)
+    with pytest.raises(WorkerLost):  # the actor has other weights by now, and none is left to go on with the old
+        at.serving.survive(died(0, 1, 2))
+    assert at.weights.events == []
+    at = scene(monkeypatch, replacements=3)
+    at.begin()
+    at.serving.survive(died(0, 1, 2))
     assert at.weights.events == ["reconnect", "sync 4"]
 
 

@@ -12,9 +12,10 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import pyarrow as pa
 import ray
 
 from megappo.cluster.calls import Timed
@@ -198,6 +199,9 @@ class MegatronProcess(LoggedProcess):
         return self.senders[role].send(version)
 
 
+CONTROL = "control"
+"""Ray's name of the threads beside the one that draws."""
+
 _DEVICES = """
 import json, torch
 for index in range(torch.cuda.device_count()):
@@ -252,6 +256,40 @@ class RolloutProcess(LoggedProcess):
                 sys.stderr.flush()
                 os._exit(1)
             raise
+
+
+class StreamingProcess(RolloutProcess):
+    """An engine that is asked for responses, and told to stop, while it draws.
+
+    ``wait`` and ``stop`` are to be called in the concurrency group :data:`CONTROL`: they run beside what draws.
+    """
+
+    concurrency_groups: ClassVar[dict[str, int]] = {CONTROL: 2}
+
+    @timed
+    def build(self, settings: Any) -> None:
+        """Start the engine."""
+        from megappo.workers.rollout_engine import RolloutEngine
+        from megappo.workers.stream import Stream
+
+        self.engine = RolloutEngine(settings)
+        self.turns = Stream(self.engine)
+
+    @timed
+    def stream(self, turn: int, rows: Selection, sampling: Any, seed: int, version: int) -> pa.Table:
+        """See :meth:`megappo.workers.stream.Stream.run`."""
+        with self._dying_whole():
+            return self.turns.run(turn, rows.read(), sampling, seed, version)
+
+    @timed
+    def wait(self, turn: int, ids: Sequence[int]) -> pa.Table:
+        """See :meth:`megappo.workers.stream.Stream.wait`."""
+        return self.turns.wait(turn, ids)
+
+    @timed
+    def stop(self, turn: int) -> None:
+        """See :meth:`megappo.workers.stream.Stream.stop`."""
+        self.turns.stop(turn)
 
 
 class RewardProcess(LoggedProcess):

@@ -16,6 +16,7 @@ from megappo.cluster.processes import Processes
 from megappo.cluster.rewards import RewardGroup
 from megappo.cluster.serving import Flight, Serving
 from megappo.cluster.start import RunStarter
+from megappo.cluster.streaming import Streaming
 from megappo.cluster.weights import WeightSync
 from megappo.config import SCALAR_HEAD, TRAINED, Config, MegatronRoleConfig
 from megappo.fit import check_fit
@@ -29,6 +30,7 @@ class Cluster(Processes):
     Attributes:
         actor, critic, reference, reward: the groups; ``critic`` is ``None`` where advantages need no values,
             ``reference`` where no KL term is in use.
+from megappo.cluster.streaming import Streaming
         device_name: of the Megatron processes' devices, as CUDA names it; "cpu" without.
     """
 
@@ -36,6 +38,7 @@ class Cluster(Processes):
     critic: MegatronGroup | None
     reference: MegatronGroup | None
     reward: RewardGroup
+    streaming: Streaming
     device_name: str
 
     def __init__(self, config: Config, data_sources: Sequence[str], status: Callable[[str], None]) -> None:
@@ -160,6 +163,7 @@ class Cluster(Processes):
         # Where an engine shares devices, its successor would have to measure them empty: all starts over.
         limit = 0 if shared else config.run.restarts
         self._serving = Serving(start, settings, self._weights, replacements=limit, status=status)
+        self.streaming = Streaming(self._serving, self.calls)
 
     def _settings(self, group: MegatronGroup, role: MegatronRoleConfig) -> RoleSettings:
         return RoleSettings(

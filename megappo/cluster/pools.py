@@ -58,7 +58,8 @@ class Pool:
         strategy = PlacementGroupSchedulingStrategy(
             self.reservation, placement_group_bundle_index=first // self.config.devices_per_node
         )
-        remote: Any = ray.remote(actor)
+        groups = getattr(actor, "concurrency_groups", None)
+        remote: Any = ray.remote(concurrency_groups=groups)(actor) if groups else ray.remote(actor)
         return remote.options(
             num_cpus=reserved,
             num_gpus=reserved if self.on_cuda else 0,

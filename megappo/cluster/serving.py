@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,11 +53,21 @@ class Serving:
         self._limit, self._replaced, self._status = replacements, 0, status
         self._successors: dict[int, tuple[Member, Pending[Any]]] = {}
         self._flights: list[Flight] = []
+        self._losing: list[Callable[[Collection[int]], None]] = []
 
     @property
     def group(self) -> RolloutGroup:
         """The engines, successors of dead ones among them."""
         return self._weights.rollout
+
+    def members(self, version: int) -> tuple[Member, ...]:
+        """The engines, all of them in service with weights of this version, which the actor has."""
+        self._put_into_service(version)
+        return self.group.members
+
+    def on_loss(self, told: Callable[[Collection[int]], None]) -> None:
+        """Have this called with the numbers of engines that died."""
+        self._losing.append(told)
 
     def begin(self, asked: Callable[[RolloutGroup], Generation], version: int, *, ahead: bool = False) -> Flight:
         """Start to generate with weights of this version, which the actor has.
@@ -94,6 +104,8 @@ class Serving:
             WorkerLost: the same, if that is not all there is to it.
         """
         self._replace(loss)
+        for told in self._losing:
+            told({place.rank for place in loss.died})
         for flight in self._flights:
             self._redistribute(flight, loss)
 
@@ -101,7 +113,7 @@ class Serving:
         """See :meth:`WeightSync.sync`; engines that died while they had nothing to do are replaced before."""
         if self._limit:
             try:
-                self._calls.gather(self.group.each("whereabouts", lambda _: ()))
+                self._calls.gather(Group(tuple(self._in_service()), self._calls).each("whereabouts", lambda _: ()))
             except WorkerLost as loss:
                 self._replace(loss)
         self._connect_successors()

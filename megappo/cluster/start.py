@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megappo.cluster.actors import MegatronProcess, RewardProcess, RolloutProcess
+from megappo.cluster.actors import MegatronProcess, RewardProcess, RolloutProcess, StreamingProcess
 from megappo.cluster.calls import Calls, Pending, Place, one
 from megappo.cluster.groups import Group, Member
 from megappo.cluster.pools import Pool, runtime, worker_environment
@@ -120,7 +120,8 @@ class RunStarter(Starter):
         """One engine, on devices that no Megatron process has."""
         pool, tp = self.pools[self.config.roles.rollout.pool], self.config.roles.rollout.tp
         log = self._log_file(f"rollout-engine{index}")
-        actor = pool.start(RolloutProcess, index, tp, log, environment=worker_environment(self.config))
+        kind = StreamingProcess if self.config.ppo.streams else RolloutProcess
+        actor = pool.start(kind, index, tp, log, environment=worker_environment(self.config))
         return Member(actor, Place("rollout", index, pool.name, "?", log))
 
     def engines_beside(self, hosts: Sequence[Member]) -> list[Member]:

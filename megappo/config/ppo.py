@@ -103,10 +103,10 @@ class PPOConfig:
     critic_lr: float | None = key("peak learning rate of the critic", None, at_least=0)
     staleness: int = key(
         "steps by which responses may be older than the weights that train on them; 0: generate, then train; 1: the "
-        "next batch generates while this one trains",
+        "next batch generates while this one trains; N: up to N batches ahead, and responses that a weight sync "
+        "interrupts go on after it",
         0,
         at_least=0,
-        at_most=1,
     )
     overlong: OverlongConfig | None = key("penalty on responses near data.max_response; null: none", None)
     dynamic_sampling: DynamicSamplingConfig | None = key(
@@ -120,6 +120,11 @@ class PPOConfig:
     def passes(self, role: str) -> int:
         """Passes of a trained role over a step's batch."""
         return self.epochs * (self.critic_updates if role == "critic" else 1)
+
+    @property
+    def streams(self) -> bool:
+        """Whether responses go on across weight syncs."""
+        return self.staleness > 1
 
     @property
     def correction_level(self) -> str:

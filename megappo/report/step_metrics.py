@@ -103,11 +103,15 @@ def staleness_metrics(rows: pa.Table, step: int) -> Metrics:
     """By how many updates the weights that drew a batch are older than those that train on it.
 
     Args:
-        rows: ``weight_version``, of the weights that each response was begun with.
+        rows: ``weight_version``, of the weights that each response was begun with; and ``last_weight_version``, where
+            others may have gone on with it: the share of such responses is ``staleness/partial_share``.
         step: that trains on them, which is the version of its weights.
     """
-    updates = step - batch.column(rows, "weight_version")
-    return {"staleness/mean": float(updates.mean()), "staleness/max": float(updates.max())}
+    first = batch.column(rows, "weight_version")
+    out = {"staleness/mean": float((step - first).mean()), "staleness/max": float((step - first).max())}
+    if "last_weight_version" in rows.column_names:
+        out["staleness/partial_share"] = float((batch.column(rows, "last_weight_version") != first).mean())
+    return out
 
 
 def busy_seconds(intervals: Iterable[Interval]) -> float:
@@ -121,6 +125,7 @@ def busy_seconds(intervals: Iterable[Interval]) -> float:
 
 PHASES: Mapping[tuple[str, str], str] = {
     ("rollout", "generate"): "gen",
+    ("rollout", "stream"): "gen",
     ("reward", "run_functions"): "reward",
     ("reward", "score"): "reward_model",
     ("actor", "score"): "old_log_prob",

@@ -83,28 +83,10 @@ class RolloutEngine:
         Raises:
             StaleWeightsError: the engine has other weights, or half of them.
         """
-        from vllm import SamplingParams
-
-        if self.weight_version is None:
-            raise StaleWeightsError("the last weight sync did not complete: the engine holds half-updated weights")
-        if self.weight_version != version:
-            raise StaleWeightsError(f"the engine holds weights of version {self.weight_version}, not {version}")
-        # vLLM finds cached keys and values by prompt and salt: those of older weights are never found.
-        salt = f"weights {self._updates}"
-        prompts = [
-            {"prompt_token_ids": ids.tolist(), "cache_salt": salt} for ids in batch.split_rows(requests, "prompt_ids")
-        ]
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_response,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            stop_token_ids=self.stop_ids,
-        )
-        self.engine.collective_rpc("megappo_seed", args=(seed,))
+        self.require(version)
+        prompts = [self.prompt(ids.tolist()) for ids in batch.split_rows(requests, "prompt_ids")]
+        params = self.params(sampling)
+        self.seed(seed)
         outputs = [o.outputs[0] for o in self.engine.generate(prompts, params, use_tqdm=False)] if prompts else []
         lengths = [len(output.token_ids) for output in outputs]
         tokens: list[int] = [token for output in outputs for token in output.token_ids]
@@ -118,6 +100,47 @@ class RolloutEngine:
                 "weight_version": pa.array([self.weight_version] * len(outputs), pa.int64()),
             }
         )
+
+    def require(self, version: int) -> None:
+        """Refuse to sample from any weights but these.
+
+        Raises:
+            StaleWeightsError: the engine has other weights, or half of them.
+        """
+        if self.weight_version is None:
+            raise StaleWeightsError("the last weight sync did not complete: the engine holds half-updated weights")
+        if self.weight_version != version:
+            raise StaleWeightsError(f"the engine holds weights of version {self.weight_version}, not {version}")
+
+    def prompt(self, ids: list[int]) -> dict[str, Any]:
+        """A prompt as vLLM takes it."""
+        # vLLM finds cached keys and values by prompt and salt: those of older weights are never found.
+        return {"prompt_token_ids": ids, "cache_salt": f"weights {self._updates}"}
+
+    def params(self, sampling: Sampling, so_far: int | None = None) -> Any:
+        """Sampling as vLLM takes it.
+
+        Args:
+            so_far: tokens of the response that are there, if its further ones shall come one by one.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_response - (so_far or 0),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            stop_token_ids=self.stop_ids,
+            output_kind=RequestOutputKind.FINAL_ONLY if so_far is None else RequestOutputKind.DELTA,
+        )
+
+    def seed(self, seed: int) -> None:
+        """Seed the sampler."""
+        self.engine.collective_rpc("megappo_seed", args=(seed,))
 
     def join_transfer(self, transfer: TransferSpec, engine: int, meeting: Meeting) -> dict[int, Fingerprint]:
         """Join the transfer group with all workers; returns their fingerprints of the plan, by rank there."""
