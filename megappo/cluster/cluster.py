@@ -30,7 +30,7 @@ class Cluster(Processes):
     Attributes:
         actor, critic, reference, reward: the groups; ``critic`` is ``None`` where advantages need no values,
             ``reference`` where no KL term is in use.
-from megappo.cluster.streaming import Streaming
+        streaming: the engines, where they draw on while others work.
         device_name: of the Megatron processes' devices, as CUDA names it; "cpu" without.
     """
 
