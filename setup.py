@@ -43,7 +43,6 @@ EXTRAS = {
     "trackers": TRACKERS,
     "dev": [
         "pytest>=8",
-        "pytest-xdist>=3.7",
         "hypothesis>=6",
         "ruff>=0.8",
         "mypy>=1.13",

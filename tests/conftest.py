@@ -1,8 +1,6 @@
 """What holds for all tests: one thread a process, nothing fetched, and `gpu` tests only where there is a GPU.
 
-``launch/test.sh`` runs them in two lanes. In the first, two processes of pytest-xdist share the files. Those of the
-group "runs" start whole runs and go to one of the two: two runs at a time would be late for each other's limits. The
-second lane has what is marked ``alone``.
+``launch/test.sh`` runs them in lanes: whole runs, one at a time, beside all other tests; then what is marked ``alone``.
 """
 
 from __future__ import annotations
@@ -40,22 +38,22 @@ def own_heap() -> Iterator[None]:
     gc.unfreeze()
 
 
+def lane_of(item: pytest.Item) -> str:
+    """Two runs at a time would be late for each other's limits; a run and other tests are not."""
+    if item.get_closest_marker("alone") or item.get_closest_marker("gpu"):
+        return "alone"
+    return "runs" if item.get_closest_marker("runs") else "others"
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--lane", choices=("together", "alone"), help="only the tests that may, or may not, run at once")
+    parser.addoption("--lane", choices=("runs", "others", "alone"), help="only the tests of this lane")
 
 
-# Before other plugins, such as xdist, see the tests.
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if lane := config.getoption("lane"):
-        alone = [bool(item.get_closest_marker("alone") or item.get_closest_marker("gpu")) for item in items]
-        left_out = [item for item, apart in zip(items, alone, strict=True) if apart != (lane == "alone")]
+        left_out = [item for item in items if lane_of(item) != lane]
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args != ("runs",))  # the longest first
+        items[:] = [item for item in items if lane_of(item) == lane]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

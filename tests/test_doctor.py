@@ -22,7 +22,7 @@ from megappo.fit import Device
 from megappo.plan.profile import load_profile
 from megappo.stack import Wanted
 
-pytestmark = pytest.mark.xdist_group("runs")
+pytestmark = pytest.mark.runs
 
 GOOD = Facts(
     host="n1",

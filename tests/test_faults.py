@@ -34,7 +34,7 @@ from megappo.data.requests import make_requests
 from megappo.report.run_log import read_log
 from megappo.stop_request import STOPPED
 
-pytestmark = pytest.mark.xdist_group("runs")
+pytestmark = pytest.mark.alone
 
 SMALLER = [
     *("run.steps=2", "run.save_every=0", "run.validate_before=false", "data.validation=[]", "run.validate_every=0"),
@@ -208,7 +208,7 @@ class Killing:
 
     def generate(self) -> Batch:
         requests = make_requests(self.session.trainer.run.train_prompts, np.arange(20), 40)
-        sampling, version = self.session.trainer.collector.sampling, self.session.trainer.step
+        sampling, version = self.session.trainer.collector._collector.sampling, self.session.trainer.step
         options: dict[str, Any] = {"samples": 40, "seed": (1,), "version": version}
         return self.session.cluster.generate(put_table(requests.table), requests.prompt_tokens, sampling, **options)
 

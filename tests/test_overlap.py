@@ -29,7 +29,7 @@ from megappo.run import Run
 from megappo.trainer import Trainer
 from megappo.workers.settings import Sampling
 
-pytestmark = pytest.mark.xdist_group("runs")
+pytestmark = pytest.mark.runs
 
 SMALLER = (
     *("run.steps=4", "run.keep_checkpoints=9", "run.trackers=[]", "run.validate_every=0"),

@@ -21,7 +21,7 @@ from megappo.data import batch
 from megappo.metric_names import unknown_name
 from megappo.report.run_log import read_log, read_samples
 
-pytestmark = pytest.mark.xdist_group("runs")
+pytestmark = pytest.mark.runs
 
 STEPS = 5
 ROWS = 21

@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_run import CONFIG, Command, make_run_folder, make_tiny_model
 from test_reward_model import make_scorer, scores_of
-from test_without_critic import PPO, set_sections
+from test_without_critic import set_sections
 
 from megappo.data import batch
 from megappo.data.answers import load_answers
@@ -21,7 +21,7 @@ from megappo.data.replay import load_replay
 from megappo.data.sequences import joined
 from megappo.score import win_values
 
-pytestmark = pytest.mark.xdist_group("runs")
+pytestmark = pytest.mark.runs
 
 POOLS = "pools: {train: {devices_per_node: 1}, serve: {devices_per_node: 1}}\n"
 ROLES = """\
@@ -30,6 +30,7 @@ roles:
   rollout: {pool: serve, samples_per_prompt: 3, kv_cache_gib: 0.1}
   reward: {pool: train, model: scorer, micro_batch_tokens: 50}
 """
+PPO = "ppo: {estimator: grpo, mini_batch: 8, actor_lr: 1.0e-3, kl: {in_reward: false}}\n"
 PAIRS = [{"prompt": f"{a}+2=", "chosen": str(a + 2), "rejected": str(a + 3), "data_source": "sums"} for a in range(4)]
 
 

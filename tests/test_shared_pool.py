@@ -16,7 +16,7 @@ from megappo.data import batch
 from megappo.data.sequences import joined
 from megappo.report.run_log import read_log
 
-pytestmark = pytest.mark.xdist_group("runs")
+pytestmark = pytest.mark.runs
 
 POOLS = "pools: {all: {devices_per_node: 4}}\n"
 ROLES = """\

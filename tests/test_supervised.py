@@ -24,7 +24,7 @@ from megappo.data.sequences import ending_rows, joined
 from megappo.layout.mesh import Layout
 from megappo.report.run_log import read_log
 
-pytestmark = pytest.mark.xdist_group("runs")
+pytestmark = pytest.mark.runs
 
 CONFIG = """\
 run: {dir: run, steps: 4, seed: 3, device: cpu, dtype: float32, save_every: 2, validate_every: 2, timeout_s: 300}

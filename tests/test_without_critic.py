@@ -15,7 +15,7 @@ from small_run import CONFIG, Command, make_run_folder
 from megappo.data import batch
 from megappo.report.run_log import read_log
 
-pytestmark = pytest.mark.xdist_group("runs")
+pytestmark = pytest.mark.runs
 
 POOLS = "pools: {train: {devices_per_node: 1}, serve: {devices_per_node: 1}}\n"
 ROLES = """\
