@@ -142,7 +142,7 @@ def test_describe_roles() -> None:
         "roles": {
             "reward": {"function": "f", "by_source": {"x": "f", "y": "g"}, "processes": 2},
             "rollout": {"pool": "a", "tp": 2},
-            "actor": {"pool": "a", "tp": 2, "pp": 2, "sequence_parallel": True},
+            "actor": {"pool": "a", "tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True},
             "reference": None,
         },
     }
