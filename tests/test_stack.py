@@ -197,7 +197,7 @@ class Direct:
 
 def test_what_a_node_lacks_is_said_once_and_with_the_node(environment: Path) -> None:
     install(environment, {**GPU, "transformer-engine": "2.9.0", "vllm": "0.27.1"})
-    starter = Starter(None, Direct(), {})  # type: ignore[arg-type]
+    starter = Starter(None, Direct(), {}, [], None)  # type: ignore[arg-type]
 
     def members(pool: str, *nodes: str) -> tuple[Member, ...]:
         return tuple(
