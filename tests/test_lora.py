@@ -26,6 +26,7 @@ ALL = LoraConfig(rank=4, alpha=8.0)
 SOME = LoraConfig(rank=3, alpha=4.0, targets=("q_proj", "v_proj", "up_proj", "down_proj"))
 """Of fused projections only a part."""
 SPLIT = Layout(tp=2, pp=2, sequence_parallel=True)
+CHUNKS = Layout(tp=2, pp=2, vpp=2, sequence_parallel=True)
 
 
 def make_role(folder: str, layout: Layout, critic: bool, lora: LoraConfig, **options: Any) -> Any:
@@ -71,14 +72,18 @@ def resume(folder: str, layout: Layout, critic: bool, lora: LoraConfig, saved: s
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_model(tmp_path_factory.mktemp("model"), num_hidden_layers=2, tie_word_embeddings=True))
+    return str(make_model(tmp_path_factory.mktemp("model"), tie_word_embeddings=True))
 
 
-@pytest.mark.parametrize(("lora", "critic"), [(ALL, False), (SOME, True)], ids=["actor", "critic"])
-def test_trained_split_resumed_and_exported(tmp_path: Path, folder: str, lora: LoraConfig, critic: bool) -> None:
+@pytest.mark.parametrize(
+    ("lora", "layout", "critic"), [(ALL, SPLIT, False), (SOME, CHUNKS, True)], ids=["actor", "critic"]
+)
+def test_trained_split_resumed_and_exported(
+    tmp_path: Path, folder: str, lora: LoraConfig, layout: Layout, critic: bool
+) -> None:
     name = "critic" if critic else "actor"
     saved = str(tmp_path / name)
-    ranks = run_ranks(4, train, folder, SPLIT, critic, lora, saved)
+    ranks = run_ranks(4, train, folder, layout, critic, lora, saved)
     (alone,) = run_ranks(1, train, folder, Layout(), critic, lora, str(tmp_path / "alone"))
     for step in ("first", "second"):
         assert_same(gathered([rank[step] for rank in ranks]), gathered([alone[step]]))
