@@ -140,6 +140,7 @@ def test_a_job_stops_before_its_limit_requeues_itself_and_finishes(folder: Path,
     job.until("the time limit is near")
     hold.unlink()
     job.until("back into the queue")
+    slurm.call("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")  # as it was: the next start has its time
     assert (job.folder / "checkpoints" / "step_1" / "trainer.json").is_file()
     job.until("resumed from the checkpoint of step 1")
     assert job.ended() == "COMPLETED", job.text
