@@ -78,7 +78,8 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         patch.chdir(folder)
         patch.setenv(MARK, mark)
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        config = load_config("config.yaml", [*SMALLER, "run.restarts=1"])
+        # The critic's update alone would be over before the actor's has begun, on a busy machine.
+        config = load_config("config.yaml", [*SMALLER, "run.restarts=1", "ppo.critic_updates=8"])
         console = io.StringIO()
         with Run(config) as run, Cluster(config, run.data_sources, lambda text: print(text, file=console)) as cluster:
             trainer = Trainer(config, run, cluster)
