@@ -19,6 +19,7 @@ from megappo.check import check_file
 from megappo.cli import main
 from megappo.config import load_config
 from megappo.layout.devices import NUMBERS, PROFILES
+from megappo.layout.generation import PREFILL, WEIGHTS
 from megappo.plan.command import Options, plan
 from megappo.plan.estimate import Workload, estimate, full_workload, on_nodes
 from megappo.plan.memory import fit_problems, peaks, role_stages
@@ -303,6 +304,31 @@ def test_the_search_finds_what_fits_and_is_no_slower_than_the_start(one: Path) -
         if device == "H200":
             own = estimate(config, profile, full_workload(config), rough_sync(config, profile))
             assert best.estimate.seconds <= own.seconds * 1.001
+
+
+def test_engines_that_generate_while_others_train(many: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    device, steps = PROFILES["H200"], {}
+    for staleness in (0, 1, 2):
+        config = load_config("config.yaml", [f"ppo.staleness={staleness}"])
+        steps[staleness] = estimate(config, device, Workload(4096, 1000, 1200, 2048), rough_sync(config, device))
+    phases = {name: phase.seconds for name, phase in steps[1].phases.items()}
+    generating, sync = phases["gen"], phases["update_weights"]
+    assert steps[1].seconds == pytest.approx(max(steps[0].seconds - generating - sync, generating) + sync)
+    assert steps[0].seconds > steps[1].seconds
+    # Later batches fill the engines while the longest responses end; what a sync interrupts is read again.
+    ahead, streamed = steps[1].phases["gen"].parts, steps[2].phases["gen"].parts
+    assert streamed[WEIGHTS] == pytest.approx(ahead[WEIGHTS] * 1200 / 2048)
+    assert streamed[PREFILL] == pytest.approx(ahead[PREFILL] * (1000 + 1000 + 600) / 1000)
+    assert main(["plan", "config.yaml", "ppo.staleness=1"]) == 0
+    assert "ppo.staleness 1: the next batch generates while this one trains: " in capsys.readouterr().out
+
+
+def test_a_search_for_engines_that_generate_meanwhile_gives_them_a_pool(one: Path) -> None:
+    overrides = ["ppo.staleness=1", "pools={all: {devices_per_node: 1}, serve: {devices_per_node: 1}}"]
+    config = load_config("config.yaml", [*overrides, "roles.rollout.pool=serve"])
+    for found in search(config, PROFILES["H200"], full_workload(config), 4, 8).best:
+        roles = found.config.roles
+        assert roles.rollout.pool not in {role.pool for role in roles.megatron.values()}
 
 
 def test_a_search_without_critic_and_reference(one: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from megappo.layout.generation import SCHEDULER, Load, cached_sequences, generat
 from megappo.layout.memory import EngineMemory, engine_memory
 from megappo.layout.mesh import Layout
 from megappo.layout.passes import PassUse, optimizer_phase, products_rate, scoring_phase, update_phase
-from megappo.layout.timeline import Busy, Phase, busy_share, timeline
+from megappo.layout.timeline import Busy, Phase, busy_share, step_seconds, timeline
 from megappo.models.spec import ModelSpec
 
 H200 = PROFILES["H200"]
@@ -143,6 +143,13 @@ def test_steps_of_decoding() -> None:
     assert Load(4, 4, 5, 50, 100).running == pytest.approx(2)
 
 
+def test_a_stream_has_no_tail_and_reads_again_what_was_interrupted() -> None:
+    load = Load(10, 4, 5, 50, 100, streams=True)
+    assert (load.steps, load.running) == (125, 4)
+    assert load.read == 10 * 5 + 4 * (5 + 25)
+    assert Load(10, 4, 5, 50, 100).read == 50
+
+
 def test_sequences_that_a_cache_holds() -> None:
     memory = EngineMemory(weights=100, sequence=10, working=20, overhead=30)
     assert [cached_sequences(memory, share) for share in (150, 160, 259, 100)] == [0, 1, 10, 0]
@@ -164,6 +171,17 @@ def test_who_works_when() -> None:
         Busy("serve", "update_weights", 20, 21),
     ]
     assert busy_share(busy, "value") == pytest.approx(8 / 21)
+    ahead = timeline(phases, pools, overlapped=True)  # the rest takes 2 or 4, then 6, and waits for the engines
+    assert (ahead[0], ahead[1]) == (Busy("serve", "gen", 0, 10), Busy("train", "old_log_prob", 0, 2))
+    assert ahead[-2:] == [Busy("train", "update_weights", 10, 11), Busy("serve", "update_weights", 10, 11)]
+    slow = timeline(
+        {**phases, "gen": Phase({"work": 9.0}), "update_actor": Phase({"work": 8.0})}, pools, overlapped=True
+    )
+    assert slow[-1] == Busy("serve", "update_weights", 12, 13)
+    own = {"serve": ("gen",), "train": ("old_log_prob", "update_actor"), "value": ("values", "ref", "update_critic")}
+    taken = [{name: float(lengths[name]) for name in names} for names in own.values()]
+    taken[0]["update_weights"] = taken[1]["update_weights"] = 1.0
+    assert (step_seconds(taken), step_seconds(taken, overlapped=True)) == (21, 11)
     shared = timeline(phases, dict.fromkeys(pools, "all"))
     assert max(one.ended for one in shared) == sum(lengths.values()) + 1
     assert busy_share(shared, "all") == pytest.approx(1)

@@ -37,6 +37,7 @@ class Load:
         slots: that it decodes at once.
         prompt, response: tokens of a sequence, on average.
         longest: tokens of the longest response.
+        streams: those of later batches take the places of what is done, until a weight sync interrupts them all.
     """
 
     sequences: int
@@ -44,11 +45,20 @@ class Load:
     prompt: float
     response: float
     longest: float
+    streams: bool = False
 
     @property
     def steps(self) -> float:
-        """Decoding steps: waves of sequences, and the longest one's tail."""
+        """Decoding steps: waves of sequences, and the longest one's tail; in a stream all places are always taken."""
+        if self.streams:
+            return self.sequences * self.response / max(self.slots, 1)
         return ceil(self.sequences / max(self.slots, 1)) * self.response + self.longest - self.response
+
+    @property
+    def read(self) -> float:
+        """Tokens that are read before the first is drawn: prompts, and after an interruption what was there already."""
+        again = self.running * (self.prompt + self.response / 2) if self.streams else 0.0
+        return self.sequences * self.prompt + again
 
     @property
     def running(self) -> float:
@@ -75,7 +85,7 @@ def generation_phase(
     rate = products_rate(device, width, 1e9)  # weights are counted apart
     reads = device.bandwidth * READ
     cached = shape.num_layers * 2 * key_value * item_bytes * (load.prompt + load.response / 2)
-    tokens = load.sequences * load.prompt
+    tokens = load.read
     prompts = tokens * (body + 2.0 * shape.num_layers * load.prompt * query / tp) / rate
     step = {
         SCHEDULER: device.engine_step_ms * 1e-3 + batch * device.engine_sequence_us * 1e-6,

@@ -80,16 +80,19 @@ class Busy:
     ended: float
 
 
-def timeline(phases: Mapping[str, Phase], pools: Mapping[str, str]) -> list[Busy]:
+def timeline(phases: Mapping[str, Phase], pools: Mapping[str, str], *, overlapped: bool = False) -> list[Busy]:
     """Lay a step's phases out in time.
 
     Args:
         phases: by name; those that are missing take no time.
         pools: of each role.
+        overlapped: a later step's batch is generated meanwhile: all but the weight sync begins without waiting for it.
     """
     out: list[Busy] = []
-    now = 0.0
+    now = generated = 0.0
     for group in STEP:
+        if SYNC in group:
+            now = max(now, generated)
         free: dict[str, float] = {}
         for name in group:
             if name not in phases or not phases[name].seconds:
@@ -99,8 +102,22 @@ def timeline(phases: Mapping[str, Phase], pools: Mapping[str, str]) -> list[Busy
             for pool in taken:
                 free[pool] = began + phases[name].seconds
                 out.append(Busy(pool, name, began, free[pool]))
-        now = max(free.values(), default=now)
+        ended = max(free.values(), default=now)
+        if overlapped and GENERATE in group:
+            generated = ended
+        else:
+            now = ended
     return out
+
+
+def step_seconds(pools: Iterable[Mapping[str, float]], *, overlapped: bool = False) -> float:
+    """Seconds of a step as :func:`timeline` lays it out, from those of the phases in each pool, by name."""
+    taken = list(pools)
+    lines = {line: max(sum(pool.get(name, 0.0) for name in line) for pool in taken) for line in map(tuple, STEP)}
+    if not overlapped:
+        return sum(lines.values())
+    generating, sync = lines.pop((GENERATE,)), lines.pop((SYNC,))
+    return max(generating, sum(lines.values())) + sync
 
 
 def busy_share(busy: Sequence[Busy], pool: str) -> float:

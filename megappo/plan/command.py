@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megappo.config import Config
@@ -76,6 +76,9 @@ def plan(config: Config, options: Options, show: Callable[[str], None]) -> None:
     found = estimate(config, device, work, sync)
     show("\n".join(text.phase_lines(found, work, devices)) + "\n")
     show("\n".join(text.timeline_lines(found.busy, list(config.pools))) + "\n")
+    if config.ppo.staleness:
+        strict = estimate(replace(config, ppo=replace(config.ppo, staleness=0)), device, work, sync)
+        show("\n".join(text.overlap_lines(config.ppo.staleness, found.seconds, strict.seconds)) + "\n")
     show("\n".join([ACCURACY, *notes(config)]))
     if options.out:
         show(str(write_picture(Path(options.out), found, list(config.pools))))

@@ -99,7 +99,8 @@ def estimate(config: Config, device: DeviceProfile, work: Workload, sync: Phase)
     pools = {name: role.pool for name, role in config.roles.megatron.items()}
     if config.reference_is_base:
         phases[SCORES["reference"]], pools["reference"] = phases[SCORES["actor"]], pools["actor"]
-    return Estimate(phases, tuple(timeline(phases, {**pools, "rollout": config.roles.rollout.pool})))
+    pools["rollout"] = config.roles.rollout.pool
+    return Estimate(phases, tuple(timeline(phases, pools, overlapped=config.ppo.staleness > 0)))
 
 
 def role_phases(
@@ -168,7 +169,9 @@ def rollout_phase(config: Config, device: DeviceProfile, work: Workload) -> Phas
     spec, rollout = read_model_spec(config.model_folder("actor")), config.roles.rollout
     engines = config.pools[rollout.pool].devices // rollout.tp
     sequences = -(-work.sequences // engines)
-    load = Load(sequences, min(rollout_slots(config, device), sequences), work.prompt, work.response, work.longest)
+    ready = sequences * (config.ppo.staleness if config.ppo.streams else 1)
+    slots = min(rollout_slots(config, device), ready)
+    load = Load(sequences, slots, work.prompt, work.response, work.longest, streams=config.ppo.streams)
     vocabulary = vllm_vocabulary(spec.vocab_size)
     return generation_phase(spec, rollout.tp, rollout_memory(config), vocabulary, item_bytes(config), load, device)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from megappo.config import Config, PoolConfig
 from megappo.layout.devices import DeviceProfile
-from megappo.layout.timeline import STEP
+from megappo.layout.timeline import step_seconds
 from megappo.plan.estimate import Estimate, Workload, estimate
 from megappo.plan.memory import fit_problems
-from megappo.plan.pool_search import PoolSearch, Sharing
+from megappo.plan.pool_search import PoolSearch
 from megappo.plan.sync import rough_sync
 
 PARTS = 16
@@ -71,14 +71,18 @@ def search(config: Config, device: DeviceProfile, work: Workload, devices: int, 
     names = (*config.roles.megatron, "rollout")
     placements = 0
     ranked: list[tuple[float, tuple[tuple[str, ...], ...], Split]] = []
+    overlapped = config.ppo.staleness > 0
     for groups in partitions(names):
+        if overlapped and ("rollout",) not in groups:  # engines that generate meanwhile have devices of their own
+            continue
         options: list[tuple[float, tuple[tuple[str, ...], ...], Split]] = []
         for sizes in splits(devices, len(groups), per_node):
             placements += 1
             shares = [pools.best(group, size) for group, size in zip(groups, sizes, strict=True)]
             fitting = [share for share in shares if share is not None]
             if len(fitting) == len(groups):
-                options.append((step_seconds(fitting), groups, tuple(zip(groups, sizes, strict=True))))
+                seconds = step_seconds((share.phases for share in fitting), overlapped=overlapped)
+                options.append((seconds, groups, tuple(zip(groups, sizes, strict=True))))
         ranked += sorted(options)[:3]
     best: dict[tuple[tuple[str, ...], ...], Found] = {}
     for _, groups, split in sorted(ranked):
@@ -90,11 +94,6 @@ def search(config: Config, device: DeviceProfile, work: Workload, devices: int, 
         raise SearchError(*_closest(pools, devices))
     order = sorted(best.values(), key=lambda found: (found.estimate.seconds, len(found.config.pools)))
     return Ranking(tuple(order), placements, pools.tried)
-
-
-def step_seconds(pools: Sequence[Sharing]) -> float:
-    """Seconds of a step: in each of its lines, of the pool that takes longest."""
-    return sum(max(sum(pool.phases.get(name, 0.0) for name in line) for pool in pools) for line in STEP)
 
 
 def partitions(names: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:

@@ -141,6 +141,15 @@ def timeline_lines(busy: Sequence[Busy], pools: Sequence[str]) -> Iterator[str]:
     yield "; ".join(f"{letter} {', '.join(names)}" for letter, names in meaning.items()) + "; . idle"
 
 
+def overlap_lines(staleness: int, overlapped_s: float, strict_s: float) -> Iterator[str]:
+    """What it saves that engines generate while others work."""
+    what = "the next batch generates" if staleness == 1 else f"up to {staleness} batches ahead generate"
+    yield (
+        f"ppo.staleness {staleness}: {what} while this one trains: {seconds(overlapped_s)} s a step instead of "
+        f"{seconds(strict_s)} one after the other ({overlapped_s / strict_s - 1:+.0%})"
+    )
+
+
 def seconds(value: float) -> str:
     """Three digits or so."""
     digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 4
