@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megappo.cluster.dataflow import Batch, put_table
+from megappo.cluster.dataflow import batch_of
 from megappo.cluster.scoring import ScoringCluster
 from megappo.config import Config
 from megappo.data import batch as rows_of
@@ -110,7 +110,7 @@ def summary(scored: pa.Table) -> Iterator[str]:
 
 def _scored(config: Config, cluster: ScoringCluster, answers: pa.Table) -> pa.Table:
     """Answers with rewards and log-probabilities; the actor's also as those of the sampler."""
-    batch = _batch(answers)
+    batch = batch_of(answers)
     temperature = config.roles.rollout.temperature
     pending: list[Any] = [cluster.reward.score(batch)]
     for role, column in LOGPROBS.items():
@@ -122,15 +122,9 @@ def _scored(config: Config, cluster: ScoringCluster, answers: pa.Table) -> pa.Ta
 
 
 def _rewards(cluster: ScoringCluster, answers: pa.Table) -> pa.Table:
-    batch = _batch(answers)
+    batch = batch_of(answers)
     (scores,) = cluster.calls.gather(cluster.reward.score(batch))
     return batch.with_columns(scores).read("score", "failed")
-
-
-def _batch(answers: pa.Table) -> Batch:
-    responses = rows_of.lengths(answers, "response_ids")
-    tokens = rows_of.lengths(answers, "prompt_ids") + responses - 1
-    return Batch(rows_of.column(answers, "id"), tokens, responses, ((put_table(answers),),))
 
 
 def _longest(config: Config) -> int:

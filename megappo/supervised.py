@@ -14,7 +14,7 @@ import yaml
 
 from megappo.checkpoints import Checkpoints
 from megappo.cluster.calls import Pending
-from megappo.cluster.dataflow import Batch, TableRef, get_table, put_table
+from megappo.cluster.dataflow import TableRef, batch_of, get_table
 from megappo.cluster.training import TrainingCluster
 from megappo.config import SupervisedConfig, Task, dump_config
 from megappo.data import batch as rows_of
@@ -141,7 +141,7 @@ class _Trainer:
         """One step, with validation and checkpoint where they are due. Returns whether a checkpoint holds it."""
         run, began = self.config.run, time.time()
         size, position = self.config.data.batch, self.step * self.config.data.batch
-        rows = self._batch(self.train, self.order.take(position, size))
+        rows = batch_of(self.train.rows(self.order.take(position, size)))
         optimizer = self.config.optimizer
         rate = learning_rate(
             self.step,
@@ -180,7 +180,7 @@ class _Trainer:
         """Loss on the validation examples, and how often the chosen side of a pair has the higher score."""
         if self.validation is None:
             return {}
-        rows = self._batch(self.validation, np.arange(len(self.validation)))
+        rows = batch_of(self.validation.rows(np.arange(len(self.validation))))
         scoring: Pending[list[TableRef]] = self.cluster.model.score(self.kind.method, rows, **self.kind.options)
         (tables,) = self.cluster.calls.gather(scoring)
         scored = rows_of.take_ids(get_table(tables).combine_chunks(), rows.ids)
@@ -207,9 +207,3 @@ class _Trainer:
         shown = ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "timing_s/step")
         known = [f"{name} {metrics[name]:.4g}" for name in shown if name in metrics]
         self.console.status(f"step {self.step}/{self.config.run.steps}  " + "  ".join(known))
-
-    def _batch(self, examples: Examples, which: np.ndarray) -> Batch:
-        rows = examples.rows(which)
-        responses = rows_of.lengths(rows, "response_ids")
-        tokens = rows_of.lengths(rows, "prompt_ids") + responses - 1
-        return Batch(rows_of.column(rows, "id"), tokens, responses, ((put_table(rows),),))

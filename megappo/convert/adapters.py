@@ -15,20 +15,16 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from megappo.convert.companions import Head, copy_companions, fit_config
+from megappo.convert.from_checkpoint import FromCheckpoint
 from megappo.convert.share import shared
-from megappo.convert.to_hugging_face import MODEL, check_cover, check_shapes, copy_part, parts_of
 from megappo.models.lora import FILE, Lora, factor_names, is_trained
-from megappo.models.parameters import LM_HEAD
-from megappo.models.spec import ModelError, read_model_spec
+from megappo.models.spec import ModelError, ModelSpec, read_model_spec
 from megappo.reshard.files import check_tensors
-from megappo.reshard.megatron_tensors import megatron_tensors
+from megappo.reshard.megatron_tensors import MegatronTensor
 from megappo.reshard.merge import merge
-from megappo.reshard.safetensors_files import find_tensors, make_room
+from megappo.reshard.safetensors_files import Form, find_tensors, make_room
 from megappo.reshard.stored import Stored, row_blocks
-from megappo.reshard.torch_dist import read_chunks
 
 PEFT_PREFIX = "base_model.model."
 TASKS: Mapping[Head, str] = {"language-model": "CAUSAL_LM", "value": "TOKEN_CLS", "score": "SEQ_CLS"}
@@ -40,79 +36,37 @@ def has_adapters(folder: Path) -> bool:
     return (folder / FILE).is_file()
 
 
-class _Adapters:
-    """What a checkpoint of adapters holds.
+class _Adapters(FromCheckpoint):
+    """A conversion of a checkpoint of adapters (and a scalar head), whose ``forms`` are what was trained."""
 
-    Args:
-        folder: a ``torch_dist`` checkpoint.
-        model_folder: the model that it was trained on.
-        dtype: of the result; the adapters' own by default.
-        shard_bytes: limit of a shard.
-        bucket_bytes: limit of a piece of work in memory.
-        scores: a scalar head is that of a reward model, which scores whole sequences.
+    def read_spec(self) -> ModelSpec:
+        """See :meth:`FromCheckpoint.read_spec`."""
+        self.lora = _read_lora(self.folder)
+        return replace(read_model_spec(self.model_folder), lora=self.lora)
 
-    Raises:
-        ModelError: the checkpoint cannot be used, or does not fit ``config.json``; every reason is listed.
-    """
+    def held(self, tensors: Mapping[str, MegatronTensor]) -> Mapping[str, MegatronTensor]:
+        """See :meth:`FromCheckpoint.held`."""
+        return {name: tensor for name, tensor in tensors.items() if is_trained(name, scalar_head=self.scalar_head)}
 
-    def __init__(
-        self,
-        folder: Path,
-        model_folder: Path,
-        dtype: torch.dtype | None,
-        shard_bytes: int,
-        bucket_bytes: int,
-        *,
-        scores: bool = False,
-    ) -> None:
-        self.folder, self.model_folder = folder, model_folder
-        self.shard_bytes, self.bucket_bytes = shard_bytes, bucket_bytes
-        self.lora = _read_lora(folder)
-        self.spec = replace(read_model_spec(model_folder), lora=self.lora)
-        shapes, chunks = read_chunks(folder)
-        shapes = {key: shape for key, shape in shapes.items() if key.startswith(MODEL)}
-        self.scalar_head = LM_HEAD.megatron in shapes
-        self.head: Head = "language-model" if not self.scalar_head else "score" if scores else "value"
-        tensors = {
-            name: tensor
-            for name, tensor in megatron_tensors(self.spec, scalar_head=self.scalar_head).items()
-            if is_trained(name, scalar_head=self.scalar_head)
-        }
-        check_shapes(folder, model_folder, tensors, shapes, self.spec.num_layers)
-        self.parts = [part for chunk in chunks if chunk.key in shapes for part in parts_of(chunk, tensors)]
-        check_cover(folder, self.parts, shapes)
-        self.own_dtype = self.parts[0].chunk.dtype
-        self.dtype = dtype or self.own_dtype
-        every = self.spec.hf_shapes(scalar_head=self.scalar_head)
-        held = {box.name for tensor in tensors.values() for box in tensor.boxes}
-        self.trained = {name: shape for name, shape in every.items() if name in held}
-
-    def write_trained(self, destination: Path, dtype: torch.dtype, prefix: str, processes: int) -> dict[str, Stored]:
+    def write_trained(
+        self, destination: Path, forms: Mapping[str, Form], prefix: str, processes: int
+    ) -> dict[str, Stored]:
         """Write one file of all that was trained; its tensors by Hugging Face name."""
-        forms = {prefix + name: (dtype, shape) for name, shape in self.trained.items()}
-        if self.head == "value":
-            forms[f"{prefix}score.bias"] = (
-                dtype,
-                (1,),
-            )  # transformers has one; what is not written is zero
-        made = make_room(destination, forms, math.inf, single="adapter_model.safetensors")
-        places = {name: made[prefix + name] for name in self.trained}
-        copy = partial(copy_part, self.folder, places, self.bucket_bytes)
-        shared(copy, self.parts, [part.num_bytes for part in self.parts], processes)
+        room = {prefix + name: form for name, form in forms.items()}
+        if self.head == "value":  # transformers has a bias; what is not written is zero
+            room[f"{prefix}score.bias"] = (next(iter(forms.values()))[0], (1,))
+        made = make_room(destination, room, math.inf, single="adapter_model.safetensors")
+        places = {name: made[prefix + name] for name in forms}
+        self.fill(places, processes)
         return places
 
 
 class ToPeft(_Adapters):
-    """A conversion to a PEFT folder that is known to be possible, and has yet to be done."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the result."""
-        return sum(prod(shape) * self.dtype.itemsize for shape in self.trained.values())
+    """A conversion to a PEFT folder."""
 
     def write(self, destination: Path, processes: int) -> None:
         """Write the folder into an empty one."""
-        self.write_trained(destination, self.dtype, PEFT_PREFIX, processes)
+        self.write_trained(destination, self.forms, PEFT_PREFIX, processes)
         config = {
             "peft_type": "LORA",
             "task_type": TASKS[self.head],
@@ -138,25 +92,21 @@ class Piece(NamedTuple):
 
 
 class ToMerged(_Adapters):
-    """A conversion to a Hugging Face folder that is known to be possible, and has yet to be done."""
+    """A conversion to a Hugging Face folder, of weights with the adapters merged into them."""
 
     def __init__(self, *args: object, **options: bool) -> None:
         super().__init__(*args, **options)  # type: ignore[arg-type]
         self.base = find_tensors(self.model_folder)
         shapes = self.spec.base.hf_shapes(scalar_head=self.scalar_head)
         found = {name: stored.shape for name, stored in self.base.items()}
-        check_tensors(self.model_folder, found, {name: shapes[name] for name in shapes if name not in self.trained})
+        check_tensors(self.model_folder, found, {name: shapes[name] for name in shapes if name not in self.forms})
+        (self.dtype, _), *_ = self.forms.values()
         self.forms = {name: (self.dtype, shape) for name, shape in shapes.items()}
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the result."""
-        return sum(prod(shape) * dtype.itemsize for dtype, shape in self.forms.values())
 
     def write(self, destination: Path, processes: int) -> None:
         """Write the folder into an empty one."""
         (aside := destination / "adapters").mkdir()
-        trained = self.write_trained(aside, self.own_dtype, "", processes)
+        trained = self.write_trained(aside, self.held_forms, "", processes)
         places = make_room(destination, self.forms, self.shard_bytes)
         pieces = list(self._pieces())
         sizes = [prod(piece.size) for piece in pieces]

@@ -2,177 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from math import prod
 from pathlib import Path
 
-import torch
-
-from megappo.convert.companions import Head, copy_companions, fit_config
-from megappo.convert.share import shared
-from megappo.models.parameters import LM_HEAD, Split
-from megappo.models.spec import ModelError, read_model_spec
-from megappo.reshard.megatron_tensors import MegatronTensor, megatron_tensors
+from megappo.convert.companions import copy_companions, fit_config
+from megappo.convert.from_checkpoint import FromCheckpoint
 from megappo.reshard.safetensors_files import make_room
-from megappo.reshard.stored import Stored, copy_block
-from megappo.reshard.torch_dist import Chunk, read_chunks
-
-MODEL = ("embedding.", "decoder.", "output_layer.")
-"""How the keys of weights begin; all others (optimizer state, random states, ...) are not the model's."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """A block of one parameter, as it lies in a chunk.
-
-    Attributes:
-        index: which layer of those in the chunk; ``None`` if the chunk has no axis of layers.
-    """
-
-    tensor: MegatronTensor
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-    chunk: Chunk
-    index: int | None
-
-    def stored(self, folder: Path) -> Stored:
-        """Where it lies."""
-        whole = self.chunk.stored(folder)
-        if self.index is None:
-            return whole
-        one = replace(whole, shape=whole.shape[1:])
-        return replace(one, position=one.position + self.index * one.num_bytes)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the block."""
-        return prod(self.size) * self.chunk.dtype.itemsize
-
-
-class ToHuggingFace:
-    """A conversion that is known to be possible, and has yet to be done.
-
-    Args:
-        folder: a ``torch_dist`` checkpoint.
-        model_folder: the config and tokenizer that belong to it.
-        dtype: of the weights; the checkpoint's own by default.
-        shard_bytes: limit of a shard.
-        bucket_bytes: limit of the memory of a process.
-        scores: a scalar head is that of a reward model, which scores whole sequences.
-
-    Raises:
-        ModelError: the checkpoint cannot be used, or does not fit ``config.json``; every reason is listed.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        model_folder: Path,
-        dtype: torch.dtype | None,
-        shard_bytes: int,
-        bucket_bytes: int,
-        *,
-        scores: bool = False,
-    ) -> None:
-        self.scores = scores
-        self.folder, self.model_folder = folder, model_folder
-        self.shard_bytes, self.bucket_bytes = shard_bytes, bucket_bytes
-        self.spec = read_model_spec(model_folder)
-        shapes, chunks = read_chunks(folder)
-        shapes = {key: shape for key, shape in shapes.items() if key.startswith(MODEL)}
-        self.scalar_head = shapes.get(LM_HEAD.megatron) == (1, self.spec.hidden_size)
-        self.tensors = megatron_tensors(self.spec, scalar_head=self.scalar_head)
-        check_shapes(folder, model_folder, self.tensors, shapes, self.spec.num_layers)
-        self.parts = [part for chunk in chunks if chunk.key in shapes for part in parts_of(chunk, self.tensors)]
-        check_cover(folder, self.parts, shapes)
-        dtypes = {box.name: part.chunk.dtype for part in self.parts for box in part.tensor.boxes}
-        self.forms = {
-            name: (dtype or dtypes[name], shape)
-            for name, shape in self.spec.hf_shapes(scalar_head=self.scalar_head).items()
-        }
-        self.num_bytes = sum(prod(shape) * dtype.itemsize for dtype, shape in self.forms.values())
-
-    @property
-    def head(self) -> Head:
-        """What the weights end in."""
-        return "language-model" if not self.scalar_head else "score" if self.scores else "value"
+class ToHuggingFace(FromCheckpoint):
+    """A conversion to a Hugging Face folder."""
 
     def write(self, destination: Path, processes: int) -> None:
         """Write the folder into an empty one."""
-        places = make_room(destination, self.forms, self.shard_bytes)
-        copy = partial(copy_part, self.folder, places, self.bucket_bytes)
-        shared(copy, self.parts, [part.num_bytes for part in self.parts], processes)
+        self.fill(make_room(destination, self.forms, self.shard_bytes), processes)
         copy_companions(self.model_folder, destination)
         widest = max((dtype for dtype, _ in self.forms.values()), key=lambda dtype: dtype.itemsize)
         fit_config(destination, widest, head=self.head)
-
-
-def parts_of(chunk: Chunk, tensors: Mapping[str, MegatronTensor]) -> list[Part]:
-    """What a chunk holds of each parameter."""
-    if chunk.key in tensors:
-        return [Part(tensors[chunk.key], chunk.offset, chunk.size, chunk, None)]
-    first, *offset = chunk.offset
-    count, *size = chunk.size
-    name = chunk.key.replace("decoder.layers.", "decoder.layers.{}.")
-    return [
-        Part(tensors[name.format(first + index)], tuple(offset), tuple(size), chunk, index) for index in range(count)
-    ]
-
-
-def copy_part(folder: Path, places: Mapping[str, Stored], bucket_bytes: int, part: Part) -> None:
-    """Copy a part to where its tensors belong."""
-    source = part.stored(folder)
-    for name, (there, size), here in part.tensor.overlaps(part.offset, part.size):
-        copy_block(source, here, places[name], there, size, bucket_bytes)
-
-
-def check_shapes(
-    folder: Path,
-    model_folder: Path,
-    tensors: Mapping[str, MegatronTensor],
-    shapes: Mapping[str, tuple[int, ...]],
-    num_layers: int,
-) -> None:
-    """Compare the checkpoint with what the family expects, kind of parameter by kind of parameter."""
-    found = _stacked(shapes)
-    expected = {
-        tensor.key: tensor.shape if tensor.layer is None else (num_layers, *tensor.shape) for tensor in tensors.values()
-    }
-    padded = {tensor.key for tensor in tensors.values() if tensor.split is Split.VOCABULARY}
-    config = model_folder / "config.json"
-    problems = [f"{folder}: tensor {key} {list(expected[key])} is missing" for key in expected.keys() - found.keys()]
-    problems += [
-        f"{folder}: tensor {key} is not part of the model in {config}" for key in found.keys() - expected.keys()
-    ]
-    for key in found.keys() & expected.keys():
-        least = key in padded and len(found[key]) == 2
-        if (least and found[key][0] < expected[key][0]) or found[key][least:] != expected[key][least:]:
-            at_least = " (rows: at least)" if least else ""
-            problems.append(
-                f"{folder}: tensor {key} has shape {list(found[key])}, {config} says {list(expected[key])}{at_least}"
-            )
-    if problems:
-        raise ModelError([*sorted(problems), f"{folder}: give the config that the checkpoint belongs to with --model"])
-
-
-def _stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Shapes with one key for all layers, also where the checkpoint has one a layer."""
-    out: dict[str, tuple[int, ...]] = {}
-    for key, shape in shapes.items():
-        stacked = re.sub(r"^(decoder\.layers)\.\d+\.", r"\1.", key)
-        layers = out.get(stacked, (0,))[0] + 1
-        out[stacked] = shape if stacked == key else (layers, *shape)
-    return out
-
-
-def check_cover(folder: Path, parts: list[Part], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Chunks never overlap (replicas are written once), so it is enough to count."""
-    missing = {key: prod(shape) for key, shape in shapes.items()}
-    for part in parts:
-        missing[part.chunk.key] -= prod(part.size)
-    problems = [f"{folder}: lacks {count} elements of {key}: save it again" for key, count in missing.items() if count]
-    if problems:
-        raise ModelError(problems)

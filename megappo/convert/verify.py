@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
+from megappo.convert.from_checkpoint import Part
 from megappo.convert.share import shared
-from megappo.convert.to_hugging_face import Part, ToHuggingFace
+from megappo.convert.to_hugging_face import ToHuggingFace
 from megappo.reshard.safetensors_files import find_tensors
 from megappo.reshard.stored import Stored, row_blocks
 
