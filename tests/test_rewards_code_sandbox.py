@@ -9,8 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
+import venv
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -268,6 +270,22 @@ def test_a_killed_worker_takes_its_sandbox_along() -> None:
     while living(mark) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert living(mark) == []
+
+
+@needs_bubblewrap
+def test_an_environment_may_lie_where_the_scratch_folder_is() -> None:
+    with tempfile.TemporaryDirectory(dir=sandbox_local.SCRATCH) as folder:
+        os.chmod(folder, 0o755)  # as environments are
+        venv.create(folder, symlinks=True)
+        code = (
+            "from megappo.rewards.sandbox_local import Limits, LocalSandbox\n"
+            'inside = \'import os, sys; open("new", "w"); print(sys.prefix, os.access(sys.prefix, os.W_OK))\'\n'
+            "print(LocalSandbox(Limits(timeout_s=20)).run(inside).stdout, end='')"
+        )
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        command = [f"{folder}/bin/python", "-c", code]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.stdout == f"{folder} False\n", done.stderr
 
 
 def test_without_bubblewrap_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -221,8 +221,9 @@ def test_a_thousand_trivial_rewards_take_well_under_a_second(manager: RewardMana
 
 
 def test_nothing_reaches_the_console_and_the_log_has_it_all(
-    file: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    file: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with RewardManager(file, {}, 5, 1, log_file=str(tmp_path / "log")) as manager:
         assert manager.score(table(1), ["print"])["score"].to_pylist() == [1.0]
     assert capfd.readouterr() == ("", "")

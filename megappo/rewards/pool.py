@@ -139,7 +139,7 @@ class _Worker:
         )
         with theirs, open(log_file or os.devnull, "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
+                [sys.executable, "-u", "-c", code],  # what it has printed is in the log even if it is killed
                 pass_fds=(theirs.fileno(), life),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

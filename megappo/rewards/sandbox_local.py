@@ -198,17 +198,17 @@ def _isolation(limits: Limits) -> list[str]:
             options += ["--symlink", os.readlink(folder), folder]
         elif os.path.isdir(folder):
             options += ["--ro-bind", folder, folder]
+    # Before what may lie in it.
+    options += ["--perms", "1777", "--size", str(limits.memory_mb << 20), "--tmpfs", SCRATCH, "--chdir", SCRATCH]
     for prefix in dict.fromkeys((sys.base_prefix, sys.prefix)):  # the interpreter, and its virtual environment
         if not Path(prefix).is_relative_to("/usr"):
             for parent in list(reversed(Path(prefix).parents))[1:]:
-                options += _folder(str(parent))
+                options += [] if str(parent) == SCRATCH else _folder(str(parent))
             options += ["--ro-bind", prefix, prefix]
     options += _folder("/dev")
     for device in DEVICES:
         options += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    options += ["--symlink", SCRATCH, "/dev/shm", "--symlink", "/proc/self/fd", "/dev/fd", "--proc", "/proc"]
-    options += ["--perms", "1777", "--size", str(limits.memory_mb << 20), "--tmpfs", SCRATCH, "--chdir", SCRATCH]
-    return options
+    return [*options, "--symlink", SCRATCH, "/dev/shm", "--symlink", "/proc/self/fd", "/dev/fd", "--proc", "/proc"]
 
 
 def _given(program: int, rules: int) -> list[str]:
