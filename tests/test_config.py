@@ -83,8 +83,8 @@ WRONG = {
     "a key that is no string": (
         ("steps: 100", "steps: 100, 7: 8"),
         "run.7: unknown key: known here are dir, steps, seed, save_every, keep_checkpoints, keep_best, "
-        "validate_every, validate_before, trackers, device, dtype, peak_tflops, device_profile, timeout_s, restarts, "
-        "dump_rollouts",
+        "validate_every, validate_before, trackers, device, dtype, peak_tflops, device_profile, timeout_s, "
+        "heartbeat_s, restarts, dump_rollouts",
     ),
     "missing key": (
         ("steps: 100, ", ""),

@@ -129,11 +129,12 @@ def test_a_worker_that_raises_is_named_with_its_traceback(session: Session, tmp_
     session.forget_calls()
 
 
-def test_a_worker_that_does_not_answer_is_named(session: Session) -> None:
+def test_a_worker_that_does_not_answer_is_named(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = session.cluster
     stopped = session.pid("train-rank1.log")
     batch = session.trainer.collector.collect(session.trainer.step, session.trainer.position)
-    usual, cluster.calls.timeout_s = cluster.calls.timeout_s, 2.0
+    usual = cluster.calls.timeout_s, cluster.calls.heartbeat_s
+    cluster.calls.timeout_s, cluster.calls.heartbeat_s = 2.0, 0.8
     os.kill(stopped, signal.SIGSTOP)
     began = time.monotonic()
     try:
@@ -141,7 +142,10 @@ def test_a_worker_that_does_not_answer_is_named(session: Session) -> None:
             session.trainer.evaluate(batch)
     finally:
         os.kill(stopped, signal.SIGCONT)
-        cluster.calls.timeout_s = usual
+        cluster.calls.timeout_s, cluster.calls.heartbeat_s = usual
+    warned = capsys.readouterr().err
+    assert 1 <= warned.count("score: under way for ") <= 2, warned  # before the limit: 0.8 s after the last answer
+    assert re.search(r"\n  actor rank 1 \(.*\)  does not answer: stopped", warned), warned
     assert time.monotonic() - began < 5
     text = str(failure.value)
     assert isinstance(failure.value, WorkerLost)

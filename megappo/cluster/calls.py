@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -97,9 +98,12 @@ class Calls:
 
     Attributes:
         timeout_s: longest that any one call may take, in seconds.
+        heartbeat_s: after so many seconds without an answer, what all are doing is printed, and again after as many;
+            0: never.
     """
 
     timeout_s: float
+    heartbeat_s: float = 0.0
     spans: list[Span] = field(default_factory=list)
     _running: dict[ray.ObjectRef, tuple[Call, float]] = field(default_factory=dict)
     _done: dict[ray.ObjectRef, Any] = field(default_factory=dict)
@@ -130,10 +134,14 @@ class Calls:
 
     def _wait_for_any(self) -> None:
         oldest, started = min(self._running.values(), key=lambda entry: entry[1])
-        left = started + self.timeout_s - time.monotonic()
-        ready, _ = ray.wait(list(self._running), num_returns=1, timeout=max(left, 0.0))
-        if not ready:
-            raise WorkerLost(self._lateness(oldest, started))
+        ready: Sequence[ray.ObjectRef] = ()
+        while not ready:
+            left = max(started + self.timeout_s - time.monotonic(), 0.0)
+            ready, _ = ray.wait(list(self._running), num_returns=1, timeout=min(left, self.heartbeat_s or left))
+            if not ready and left <= (self.heartbeat_s or left):
+                raise WorkerLost(self._lateness(oldest, started))
+            if not ready:
+                print(self._slowness(oldest, started), file=sys.stderr, flush=True)
         failures = self._take(ready)
         if failures:
             raise self._blame(failures)
@@ -146,6 +154,14 @@ class Calls:
         return (
             f"{oldest.method}: no answer within run.timeout_s = {self.timeout_s:g} s from {', '.join(late)}; "
             f"see {due[late[0]].log}\n{_table(sights)}"
+        )
+
+    def _slowness(self, oldest: Call, started: float) -> str:
+        """What a person who follows the run reads before the limit has come."""
+        waited = time.monotonic() - started
+        return (
+            f"{oldest.method}: under way for {waited:.0f} s, nothing has come in the last {self.heartbeat_s:g} s; "
+            f"run.timeout_s = {self.timeout_s:g} s ends it\n{_table(self._sights())}"
         )
 
     def _sights(self) -> Sequence[Sight]:

@@ -41,7 +41,7 @@ class Processes:
         Raises:
             PoolError: the cluster lacks devices.
         """
-        self.calls = Calls(config.run.timeout_s)
+        self.calls = Calls(config.run.timeout_s, config.run.heartbeat_s)
         self.started: list[Address] = []
         self._ends = ExitStack()
         with self._or_end():

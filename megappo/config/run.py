@@ -28,6 +28,11 @@ class RunConfig:
     peak_tflops: float | None = key("a device's matrix peak, for MFU; null: by its name", None, above=0)
     device_profile: str = key("what plan takes a device for: H200, H100, A100, or a YAML file", "H200")
     timeout_s: float = key("seconds any one remote call or collective may take", 1800.0, above=0)
+    heartbeat_s: float = key(
+        "seconds without an answer after which a table of what each process is doing is printed; 0: never",
+        300.0,
+        at_least=0,
+    )
     restarts: int = key(
         "times that a run which lost a worker or node starts over from its last checkpoint, and that a lost engine is "
         "replaced; a new checkpoint, or a weight sync, begins the count anew",
