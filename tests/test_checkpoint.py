@@ -15,6 +15,8 @@ from megappo.config import OptimizerConfig, PPOConfig
 from megappo.data import batch
 from megappo.layout.mesh import Layout
 
+pytestmark = pytest.mark.runs
+
 ROWS = random_rows(6)
 PPO = PPOConfig(
     mini_batch=6,

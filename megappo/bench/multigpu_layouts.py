@@ -38,8 +38,8 @@ def measure(model: Path, world: int) -> list[dict[str, float | str]]:
     """
     chosen = list(layouts(world, read_model_spec(model).num_kv_heads))
     (alone,) = on_ranks(1, run_layouts, str(model), [Layout()])
-    found = [answer for answer in on_ranks(world, run_layouts, str(model), chosen) if answer]
-    merged = {name: _merge([answer[name] for answer in found if name in answer]) for name in found[-1]}
+    found = on_ranks(world, run_layouts, str(model), chosen)
+    merged = {name: _merge([answer[name] for answer in found]) for name in found[0]}
     return [_compare(name, numbers, _merge([alone["1"]])) for name, numbers in merged.items()]
 
 
@@ -53,8 +53,8 @@ def layouts(world: int, kv_heads: int) -> Iterator[Layout]:
 
 def run_layouts(model: str, chosen: Sequence[Layout]) -> dict[str, Numbers]:
     """On every rank: what each layout computes, then the first and the last as two roles side by side, then one's
-    checkpoint in the other. Ranks that report nothing give none."""
-    answers: dict[str, Numbers | None] = {}
+    checkpoint in the other. Ranks that report nothing have empty answers."""
+    answers: dict[str, Numbers] = {}
     for layout in chosen:
         role = make_role(model, layout)
         answers[layout.describe() if layout.world > 1 else "1"] = _numbers(role)
@@ -72,7 +72,7 @@ def run_layouts(model: str, chosen: Sequence[Layout]) -> dict[str, Numbers]:
             last.load(folder)
         moved = f"{chosen[0].describe()}, saved and loaded as {chosen[-1].describe()}"
         answers[moved] = _scores(last, "after")
-    return {name: numbers for name, numbers in answers.items() if numbers}
+    return answers
 
 
 def make_role(model: str, layout: Layout) -> Any:

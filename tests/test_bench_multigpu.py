@@ -1,0 +1,46 @@
+"""The benchmark of several devices, on CPU processes: its tables hold what a step really did."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megappo.bench import multigpu
+
+pytestmark = pytest.mark.runs
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this is its run on CPU processes")
+def test_every_part_comes_to_its_table(tmp_path: Path) -> None:
+    multigpu.run("tiny", str(tmp_path), str(tmp_path / "tables.json"))
+    tables = json.loads((tmp_path / "tables.json").read_text())
+    layouts, scaling, sync, phases, pools = tables.values()
+
+    for row in layouts:
+        assert row["after update: mean nats"] < 1e-5, row
+        for stat in ("pg_loss / one rank's", "grad_norm / one rank's"):
+            assert row.get(stat, 1.0) == pytest.approx(1.0, abs=1e-4), row
+    assert [row["layout"] for row in layouts] == [
+        *("tp1 pp1 dp2", "tp1 pp2 dp1", "tp2 pp1 dp1", "tp2 pp1 dp1 sp"),
+        "tp1 pp1 dp2, with tp2 pp1 dp1 sp in the same processes",
+        "tp1 pp1 dp2, saved and loaded as tp2 pp1 dp1 sp",
+    ]
+
+    assert [(row["devices"], row["sequences"]) for row in scaling] == [(1, 8), (2, 16), (2, 8)]
+    assert scaling[0]["of perfect"] == 1 and all(row["tokens/s"] > 0 for row in scaling)
+
+    ways = {row["way"]: row for row in sync}
+    assert ways["ours"]["bytes / least"] == 1
+
+    (seconds,) = phases
+    parts = [value for name, value in seconds.items() if name != "step"]
+    assert max(parts) < seconds["step"] < 60
+    busy = {row["pool"]: row["busy"] for row in pools}
+    assert {"train", "serve", "driver"} <= busy.keys()
+    assert 0 < busy["serve"] < 1 and 0 < busy["train"] < 1
+    log = (tmp_path / "tiny-multigpu" / "run" / "log.jsonl").read_text()
+    assert len(re.findall(r'"step":', log)) == multigpu.multigpu_run.ON_CPU.steps
