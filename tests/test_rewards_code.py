@@ -13,7 +13,8 @@ import pytest
 from megappo.config import SandboxConfig
 from megappo.rewards import sandbox_http
 from megappo.rewards.code import compute_score, extract_code, parse_cases
-from megappo.rewards.sandbox import Limits, Run, SandboxError, open_sandbox
+from megappo.rewards.open_sandbox import open_sandbox
+from megappo.rewards.sandbox import Limits, Run, SandboxError
 
 Answer = dict[str, Any] | str | int
 

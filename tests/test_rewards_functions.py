@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from megappo.data.marked_answers import last_boxed
 from megappo.rewards import arithmetic, gsm8k, math, multiple_choice
 
 # The form of the GSM8K data set's own answers.
@@ -104,7 +105,7 @@ def test_gsm8k_flexible(response: str, truth: str, right: bool) -> None:
     ],
 )
 def test_math_takes_the_last_box(text: str, content: str | None) -> None:
-    assert math.last_boxed(text) == content
+    assert last_boxed(text) == content
 
 
 @pytest.mark.parametrize(

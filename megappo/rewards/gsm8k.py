@@ -9,9 +9,9 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
+from megappo.data.marked_answers import AFTER_HASHES, NUMBER
+
 MAX_DIGITS = 40  # written out
-NUMBER = r"[-+]?\$?[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
-MARKED = re.compile(rf"####\s*({NUMBER})(?![0-9]|\s*/\s*[0-9])")  # not the numerator of "#### 1/2"
 ANY = re.compile(rf"(?<![0-9.,])(?:(?<=[0-9A-Za-z)])-)?({NUMBER})")  # the minus of "10-3" is no sign
 
 
@@ -47,7 +47,7 @@ def compute_score_flexible(
 
 def extract_answer(text: str) -> Decimal | None:
     """The last number after `####`, or None."""
-    return _last(MARKED, text)
+    return _last(AFTER_HASHES, text)
 
 
 def _last(pattern: re.Pattern[str], text: str) -> Decimal | None:

@@ -12,7 +12,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
-BOXED = re.compile(r"\\(?:boxed|fbox)\s*")
+from megappo.data.marked_answers import last_boxed
+
 NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?")
 FRACTION = re.compile(r"([-+]?)\\frac\{([-+]?[0-9]+)\}\{([-+]?[0-9]+)\}")
 MAX_NUMBER = 1000  # characters: Python refuses to parse integers of thousands of digits
@@ -38,23 +39,6 @@ def compute_score(
     correct = float(answer is not None and equivalent(answer, ground_truth if truth is None else truth))
     pred = "" if answer is None else normalise(answer)
     return {"score": correct, "acc": correct, "format": float(answer is not None), "pred": pred}
-
-
-def last_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{...}` (or `\fbox{...}`, or `\boxed 5`) holds, braces nested; None if there is none."""
-    boxes = list(BOXED.finditer(text))
-    if not boxes:
-        return None
-    rest = text[boxes[-1].end() :]
-    if not rest.startswith("{"):
-        word = re.match(r"[^\s$]+", rest)
-        return word.group() if word else None
-    depth = 0
-    for token in re.finditer(r"\\[{}]|[{}]", rest):  # an escaped brace is text
-        depth += {"{": 1, "}": -1}.get(token.group(), 0)
-        if depth == 0:
-            return rest[1 : token.start()]
-    return None
 
 
 def equivalent(left: str, right: str) -> bool:

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from megappo.reward_reference import DEFAULT_NAME, parse_reference
-from megappo.rewards.sandbox import open_sandbox
+from megappo.rewards.open_sandbox import open_sandbox
 
 RewardFunction = Callable[..., Any]
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megappo.data.marked_answers import AFTER_HASHES
 from megappo.data.published.dataset import Converted, Dataset, Unusable, prompt_schema, question, text
-from megappo.rewards.gsm8k import MARKED
 
 
 def _convert(row: Mapping[str, Any], instruction: str) -> Converted:
     problem, answer = text(row, "question"), text(row, "answer")
-    found = MARKED.findall(answer)
+    found = AFTER_HASHES.findall(answer)
     if not found:
         raise Unusable("no number after ####")
     truth = found[-1].replace(",", "").replace("$", "")

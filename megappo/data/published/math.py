@@ -11,8 +11,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from megappo.data.marked_answers import last_boxed
 from megappo.data.published.dataset import Converted, Dataset, Unusable, prompt_schema, question, text
-from megappo.rewards.math import last_boxed
 
 
 def _convert(row: Mapping[str, Any], instruction: str) -> Converted:
