@@ -5,11 +5,11 @@ Plain Python, so that it can be asked about devices that are not there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from megappo.config import SCALAR_HEAD, TRAINED, Config, MegatronRoleConfig
+from megappo.config import SCALAR_HEAD, TRAINED, Config, Devices, MegatronRoleConfig, PoolConfig
 from megappo.layout.memory import (
     CONTEXT,
     GIB,
@@ -190,12 +190,16 @@ def _roles(config: Config, pool: str) -> dict[str, MegatronRoleConfig]:
 
 def role_layout(config: Config, name: str) -> Layout:
     """The sizes of a Megatron role; what its pool has beyond them is data parallel."""
-    role = config.roles.megatron[name]
-    dp = config.pools[role.pool].devices // (role.tp * role.pp)
+    return layout_on(config.roles.megatron[name], config.pools)
+
+
+def layout_on(role: MegatronRoleConfig, pools: Mapping[str, PoolConfig]) -> Layout:
+    """The sizes of a role on its pool."""
+    dp = pools[role.pool].devices // (role.tp * role.pp)
     return Layout(tp=role.tp, pp=role.pp, vpp=role.vpp, dp=dp, sequence_parallel=role.sequence_parallel)
 
 
-def item_bytes(config: Config) -> int:
+def item_bytes(config: Devices) -> int:
     """Bytes of a weight or activation."""
     return 4 if config.run.dtype == "float32" else 2
 
@@ -208,16 +212,37 @@ def _problems(config: Config, pool: str, devices: Sequence[Device]) -> Iterator[
     if config.roles.rollout.pool == pool:
         yield from _share_problem(config, min(device.total for device in devices))
     layouts = [role_layout(config, name) for name in _roles(config, pool)]
-    turns: dict[tuple[int, ...], Turn] = {}  # ranks of the same stages need the same
+
+    def turns(rank: int, total: int) -> Iterator[Turn]:
+        return pool_turns(config, pool, rank, total)
+
+    yield from turn_problems(pool, devices, layouts, turns, lambda turn: _ways_out(config, pool, turn))
+
+
+def turn_problems(
+    pool: str,
+    devices: Sequence[Device],
+    layouts: Sequence[Layout],
+    turns: Callable[[int, int], Iterator[Turn]],
+    ways_out: Callable[[Turn], Iterator[str]],
+) -> Iterator[str]:
+    """The turn that lacks most memory, on the device that lacks most, in words; nothing where none lacks any.
+
+    Args:
+        layouts: of the roles on the pool.
+        turns: those on the device of a rank, which has that many bytes in all.
+        ways_out: of a turn that lacks memory.
+    """
+    fullest: dict[tuple[int, ...], Turn] = {}  # ranks of the same stages need the same
     lacks: list[tuple[int, int, Turn]] = []
     for rank, device in enumerate(devices):
         kind = (device.total, *(layout.coordinates(rank)["pp"] for layout in layouts))
-        if kind not in turns:
-            turns[kind] = max(pool_turns(config, pool, rank, device.total), key=lambda turn: turn.need)
-        lacks.append((turns[kind].need - _there(device), rank, turns[kind]))
+        if kind not in fullest:
+            fullest[kind] = max(turns(rank, device.total), key=lambda turn: turn.need)
+        lacks.append((fullest[kind].need - _there(device), rank, fullest[kind]))
     lack, rank, turn = max(lacks, key=lambda found: found[0])
     if lack > 0:
-        yield _turn_problem(config, pool, rank, devices[rank], turn)
+        yield _turn_problem(pool, rank, devices[rank], turn, ways_out(turn))
 
 
 def _there(device: Device) -> int:
@@ -240,7 +265,7 @@ def _share_problem(config: Config, total: int) -> Iterator[str]:
     )
 
 
-def _turn_problem(config: Config, pool: str, rank: int, device: Device, turn: Turn) -> str:
+def _turn_problem(pool: str, rank: int, device: Device, turn: Turn, ways_out: Iterator[str]) -> str:
     lines = [
         f"pools.{pool}: {turn.doing} needs {_gib(turn.need)} GiB on device {rank} ({device.name}), which has "
         f"{_gib(_there(device))} of its {_gib(device.total)} GiB to give:"
@@ -248,7 +273,7 @@ def _turn_problem(config: Config, pool: str, rank: int, device: Device, turn: Tu
     for who, use in sorted(turn.uses.items(), key=lambda item: -sum(item[1].values())):
         detail = ", ".join(f"{part} {_gib(size)}" for part, size in use.items())
         lines.append(f"  {who}: {_gib(sum(use.values()))} GiB" + (f" ({detail})" if detail else ", offloaded"))
-    return "\n".join([*lines, "  ways out: " + "; ".join(_ways_out(config, pool, turn))])
+    return "\n".join([*lines, "  ways out: " + "; ".join(ways_out)])
 
 
 def _ways_out(config: Config, pool: str, turn: Turn) -> Iterator[str]:

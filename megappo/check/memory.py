@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from megappo.check.findings import Advice
-from megappo.config import Config
+from megappo.config import Config, Devices, SupervisedConfig
+from megappo.fit import Device, DeviceTooSmall
+from megappo.fit_given import check_training_fit
+from megappo.layout.memory import CONTEXT
 from megappo.plan.memory import fit_problems
-from megappo.plan.profile import ProfileError, load_profile
+from megappo.plan.profile import DeviceProfile, ProfileError, load_profile
 
 
 def fit_findings(config: Config) -> Iterator[str]:
@@ -15,6 +18,28 @@ def fit_findings(config: Config) -> Iterator[str]:
 
     It is advice: only the run sees the devices that it gets, and then refuses what does not fit.
     """
+    yield from _findings(config, lambda device: fit_problems(config, device))
+
+
+def training_fit_findings(config: SupervisedConfig, role: str) -> Iterator[str]:
+    """The same of training on given responses; of a configuration without errors.
+
+    Args:
+        role: "actor", or "reward" for a reward model on pairs.
+    """
+
+    def problems(device: DeviceProfile) -> Sequence[str]:
+        empty = Device(device.name, device.memory, device.memory - CONTEXT)
+        try:
+            check_training_fit(config, role, [empty] * config.pools[config.role.pool].devices)
+        except DeviceTooSmall as error:
+            return error.problems
+        return ()
+
+    yield from _findings(config, problems)
+
+
+def _findings(config: Devices, problems: Callable[[DeviceProfile], Sequence[str]]) -> Iterator[str]:
     if config.run.device != "cuda":
         return
     try:
@@ -22,5 +47,5 @@ def fit_findings(config: Config) -> Iterator[str]:
     except ProfileError as error:
         yield from (f"run.device_profile: {problem}" for problem in error.problems)
         return
-    for problem in fit_problems(config, device):
+    for problem in problems(device):
         yield Advice(f"{problem} (planned for run.device_profile: {config.run.device_profile})")

@@ -11,6 +11,7 @@ import numpy as np
 from megappo.cluster.calls import Calls, Pending, Place, one
 from megappo.cluster.dataflow import Batch, TableRef
 from megappo.data.loss_mask import LOSS_MASK
+from megappo.fit import layout_on
 from megappo.layout.mesh import Layout
 from megappo.ppo.balance import balanced_partition, unit_rows, unit_sums
 from megappo.workers.settings import MiniBatch, RoleSettings, Sampling, Totals
@@ -186,13 +187,4 @@ def tables(results: list[TableRef | None]) -> list[TableRef]:
 
 def layouts(roles: Mapping[str, Any], pools: Mapping[str, Any]) -> dict[str, Layout]:
     """The layout of each Megatron role: data parallelism is what tensor and pipeline parallelism leave of its pool."""
-    return {
-        name: Layout(
-            tp=role.tp,
-            pp=role.pp,
-            vpp=role.vpp,
-            dp=pools[role.pool].devices // (role.tp * role.pp),
-            sequence_parallel=role.sequence_parallel,
-        )
-        for name, role in roles.items()
-    }
+    return {name: layout_on(role, pools) for name, role in roles.items()}

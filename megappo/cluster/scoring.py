@@ -10,6 +10,7 @@ from megappo.cluster.processes import Processes
 from megappo.cluster.rewards import RewardGroup
 from megappo.cluster.start import RunStarter
 from megappo.config import SCALAR_HEAD, Config, MegatronRoleConfig
+from megappo.fit_given import check_scoring_fit
 from megappo.stack import MEGATRON
 from megappo.workers.settings import RoleSettings
 
@@ -47,7 +48,9 @@ class ScoringCluster(Processes):
         *placed, scorers = start.located(*started)
         start.check_stacks(*((group, MEGATRON[config.run.device]) for group in placed))
         members = dict(zip(self.pools, placed, strict=True))
-        start.join(members)
+        joined = start.join(members)
+        if config.run.device == "cuda":
+            check_scoring_fit(config, chosen, joined)
         status("loading models")
         functions = Group(scorers, self.calls)
         scoring = (config.model_folder("actor"), config.roles.reward.absolute(), list(data_sources))

@@ -8,6 +8,7 @@ from megappo.cluster.groups import MegatronGroup, layouts
 from megappo.cluster.processes import Processes
 from megappo.cluster.start import Starter
 from megappo.config import SCALAR_HEAD, SupervisedConfig
+from megappo.fit_given import check_training_fit
 from megappo.stack import MEGATRON
 from megappo.workers.settings import RoleSettings
 
@@ -29,7 +30,7 @@ class TrainingCluster(Processes):
             status: told what is going on, one line at a time.
 
         Raises:
-            PoolError, StackError, WorkerFailed: as of :class:`megappo.cluster.cluster.Cluster`.
+            PoolError, StackError, DeviceTooSmall, WorkerFailed: as of :class:`megappo.cluster.cluster.Cluster`.
         """
         super().__init__(config)
         with self._or_end():
@@ -41,7 +42,9 @@ class TrainingCluster(Processes):
         status(f"starting {len(started)} processes")
         (members,) = start.located(started)
         start.check_stacks((members, MEGATRON[config.run.device]))
-        start.join({role: members})
+        devices = start.join({role: members})[role]
+        if config.run.device == "cuda":
+            check_training_fit(config, role, devices)
         status("loading the model")
         layout = layouts({role: config.role}, config.pools)[role]
         self.model = MegatronGroup(members, self.calls, role, layout)

@@ -1,0 +1,122 @@
+"""Whether devices have the memory for given responses: ``megappo score``, ``sft`` and ``reward-train``.
+
+As :mod:`megappo.fit` for a run, without engines; of ``score``, whose roles do not train, and of the others, whose only
+role does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from megappo.config import SCALAR_HEAD, Config, Devices, MegatronRoleConfig, SupervisedConfig
+from megappo.fit import CHUNK_BYTES, Device, DeviceTooSmall, Turn, item_bytes, layout_on, role_layout, turn_problems
+from megappo.layout.memory import CONTEXT, WORKSPACE, RoleMemory, RoleUse, parts, role_memory
+from megappo.layout.mesh import Layout
+from megappo.models.parameters import megatron_vocabulary
+from megappo.models.spec import read_model_spec, with_lora
+
+COMMON = {"all processes": {"contexts": CONTEXT, "workspaces": WORKSPACE}}
+
+
+def check_scoring_fit(
+    config: Config, roles: Mapping[str, MegatronRoleConfig], devices: Mapping[str, Sequence[Device]]
+) -> None:
+    """Compare what roles that only score need with what is there.
+
+    Args:
+        roles: those of the configuration that score.
+        devices: as for :func:`megappo.fit.check_fit`.
+
+    Raises:
+        DeviceTooSmall: naming each role, its parts and the ways out, for every pool that lacks memory.
+    """
+    problems: list[str] = []
+    for pool, own in devices.items():
+        here = {name: role for name, role in roles.items() if role.pool == pool}
+        layouts = {name: role_layout(config, name) for name in here}
+
+        def turns(rank: int, total: int, here: Mapping = here, layouts: Mapping = layouts) -> Iterator[Turn]:
+            memory = {
+                name: _memory(
+                    config, role, config.model_folder(name), layouts[name], rank, scalar_head=name in SCALAR_HEAD
+                )
+                for name, role in here.items()
+            }
+            resting = {name: memory[name].resting(role.offload) for name, role in here.items()}
+            for name in here:
+                uses = {"weights": memory[name].weights, **resting[name], "scoring": memory[name].scoring}
+                yield Turn(f"scoring by the {name}", {**COMMON, **resting, name: uses}, name)
+
+        def ways(turn: Turn, here: Mapping = here) -> Iterator[str]:
+            yield f"roles.{turn.role}.micro_batch_tokens below {here[turn.role].micro_batch_tokens}"
+            yield from (f"roles.{name}.offload=all" for name in here if name != turn.role and turn.uses[name])
+            yield "more tp or pp, or more devices in the pool"
+
+        problems += turn_problems(pool, own, [*layouts.values()], turns, ways)
+    if problems:
+        raise DeviceTooSmall(problems)
+
+
+def check_training_fit(config: SupervisedConfig, name: str, devices: Sequence[Device]) -> None:
+    """Compare what a model that trains needs with what is there.
+
+    Args:
+        name: "actor", or "reward" for a reward model on pairs.
+        devices: of its pool, in the order of its ranks.
+
+    Raises:
+        DeviceTooSmall: naming the parts and the ways out.
+    """
+    role = config.role
+    layout = layout_on(role, config.pools)
+    sides = 2 if name == "reward" else 1
+    tokens = -(-config.data.batch // layout.dp) * sides * config.data.max_tokens
+
+    def turns(rank: int, total: int) -> Iterator[Turn]:
+        memory = _memory(config, role, config.model_folder, layout, rank, scalar_head=name == "reward", tokens=tokens)
+        update = {part: size for part, size in parts(memory) if part != "scoring"}
+        yield Turn(f"updating the {name}", {**COMMON, name: update}, name)
+
+    def ways(turn: Turn) -> Iterator[str]:
+        if role.recompute != "full":
+            yield f"role.recompute={'selective or full' if role.recompute == 'none' else 'full'}"
+        least = sides * config.data.max_tokens
+        if role.micro_batch_tokens > least:
+            yield f"role.micro_batch_tokens below {role.micro_batch_tokens} (at least {least})"
+        yield "more tp or pp, or more devices in the pool"
+
+    if problems := [*turn_problems(role.pool, devices, [layout], turns, ways)]:
+        raise DeviceTooSmall(problems)
+
+
+def _memory(
+    config: Devices,
+    role: MegatronRoleConfig,
+    folder: str,
+    layout: Layout,
+    rank: int,
+    *,
+    scalar_head: bool,
+    tokens: int | None = None,
+) -> RoleMemory:
+    """What a role takes on the device of one rank.
+
+    Args:
+        folder: of its model.
+        tokens: that each data-parallel rank has of an update; None: it only scores.
+    """
+    spec = read_model_spec(folder)
+    trains = tokens is not None
+    budget = role.micro_batch_tokens if tokens is None else tokens
+    use = RoleUse(
+        vocabulary=megatron_vocabulary(spec.vocab_size, role.tp),
+        item_bytes=item_bytes(config),
+        trained=trains,
+        scalar_head=scalar_head,
+        tokens=min(budget, role.micro_batch_tokens),
+        micro_batches=layout.micro_batches(-(-budget // role.micro_batch_tokens)),
+        recompute=role.recompute,
+        chunk_bytes=CHUNK_BYTES,
+        adapters=with_lora(spec, role.lora).layer_adapters(role.tp) if trains else 0,
+    )
+    return role_memory(spec, layout, layout.coordinates(rank)["pp"], use)

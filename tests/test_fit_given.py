@@ -1,0 +1,105 @@
+"""What scoring and training on given responses need, for Qwen2.5-0.5B; the figures are those of `test_fit`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from qwen import write_qwen
+from test_fit import ACTIVATIONS, CONFIG, STATE, WEIGHTS, device
+
+from megappo.check.findings import Advice
+from megappo.check.memory import training_fit_findings
+from megappo.config import load_config, load_supervised
+from megappo.fit import DeviceTooSmall
+from megappo.fit_given import check_scoring_fit, check_training_fit
+from megappo.layout.memory import GIB
+
+COMMON = 0.6 + 0.09  # one context, workspaces
+GIVEN = """\
+run: {dir: run, steps: 1, device: cuda, device_profile: PROFILE}
+model: MODEL
+data: {train: pairs.parquet, batch: 512, max_tokens: 384}
+pools: {train: {devices_per_node: 1}}
+role: {pool: train}
+lr: 1.0e-5
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_qwen(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def need_of(problem: str) -> float:
+    """GiB that a turn takes, as a person is told."""
+    return float(problem.split(" needs ")[1].split(" GiB")[0])
+
+
+def training(model: Path, name: str, *overrides: str, total: float = 4) -> str:
+    path = model.parent / "config.yaml"
+    path.write_text(GIVEN.replace("MODEL", str(model)).replace("PROFILE", "H100"))
+    config = load_supervised(path, overrides)
+    with pytest.raises(DeviceTooSmall) as failure:
+        check_training_fit(config, name, [device(total)] * config.pools["train"].devices)
+    (problem,) = failure.value.problems
+    return problem
+
+
+def test_training_on_responses_and_on_pairs(model: Path) -> None:
+    fixed = WEIGHTS + STATE + COMMON
+    head = (3 * 16384 * 896 * 2 + 2 * 883 * 151936 * 2 + 896 * 151936 * 2) / GIB
+    assert need_of(training(model, "actor")) == pytest.approx(fixed + ACTIVATIONS + head, abs=0.06)
+    in_mlp = 16384 * 2 * (2 * 896 + 2 * 4864) / GIB
+    assert need_of(training(model, "reward")) == pytest.approx(fixed + ACTIVATIONS + in_mlp, abs=0.06)
+    # Two pairs of 384 tokens a side fill a tenth of a micro-batch.
+    few = 4 * 384 / 16384
+    assert need_of(training(model, "reward", "data.batch=2")) == pytest.approx(
+        fixed + few * (ACTIVATIONS + in_mlp), abs=0.06
+    )
+    adapters = training(model, "reward", "role.lora={rank: 8, alpha: 16}", "data.batch=2", total=1)
+    assert need_of(adapters) < fixed - 0.8 * STATE + few * (ACTIVATIONS + in_mlp)
+
+
+def test_the_ways_out_of_training(model: Path) -> None:
+    lines = training(model, "actor").splitlines()
+    assert lines[0].startswith("pools.train: updating the actor needs ") and "on device 0 (NVIDIA Example)" in lines[0]
+    ways = "role.recompute=selective or full; role.micro_batch_tokens below 16384 (at least 384); more tp or pp"
+    assert lines[-1] == f"  ways out: {ways}, or more devices in the pool"
+    check_training_fit(load_supervised(model.parent / "config.yaml", ["role.recompute=full"]), "actor", [device(24)])
+
+
+def test_scoring(model: Path) -> None:
+    path = model.parent / "config.yaml"
+    path.write_text(CONFIG.replace("MODEL", str(model)))
+
+    def check(total: float, *overrides: str) -> None:
+        config = load_config(path, overrides)
+        roles = {name: config.roles.megatron[name] for name in ("actor", "reference")}
+        check_scoring_fit(config, roles, {"all": [device(total)]})
+
+    head = (2 * 16384 * 896 * 2 + 2 * 883 * 151936 * 2) / GIB
+    with pytest.raises(DeviceTooSmall) as failure:
+        check(2)
+    (problem,) = failure.value.problems
+    layer = 16384 * 2 * (896 + 3 * 4864) / GIB
+    assert need_of(problem) == pytest.approx(2 * WEIGHTS + COMMON + max(head, layer), abs=0.06)
+    assert "critic" not in problem and "optimizer" not in problem
+    assert problem.splitlines()[-1] == (
+        "  ways out: roles.actor.micro_batch_tokens below 16384; roles.reference.offload=all; more tp or pp, or more "
+        "devices in the pool"
+    )
+    check(need_of(problem) + 0.06)
+    check(need_of(problem) - WEIGHTS + 0.1, "roles.reference.offload=all", "roles.actor.offload=all")
+
+
+def test_check_says_so_before_the_job_queues(model: Path) -> None:
+    path = model.parent / "config.yaml"
+    path.write_text(GIVEN.replace("MODEL", str(model)).replace("PROFILE", "H100"))
+    assert not list(training_fit_findings(load_supervised(path), "actor"))
+    write_qwen(model, "7B")
+    (advice,) = training_fit_findings(load_supervised(path), "actor")
+    assert isinstance(advice, Advice) and advice.startswith("pools.train: updating the actor needs ")
+    assert advice.endswith("(planned for run.device_profile: H100)")
+    assert not list(training_fit_findings(load_supervised(path, ["run.device=cpu"]), "actor"))
