@@ -34,6 +34,7 @@ INSTALL_REQUIRES = [
     "pyarrow>=15",
     "pyyaml>=6",
     "numpy",
+    "fsspec",
     "tensorboard",
 ]
 TRACKERS = ["wandb", "mlflow-skinny"]  # besides TensorBoard

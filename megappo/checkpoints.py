@@ -15,6 +15,7 @@ from typing import Any
 
 STATE_NAME = "trainer.json"
 PARTIAL = ".partial"
+BEST = "best"
 
 
 class DiskFull(RuntimeError):
@@ -51,17 +52,31 @@ class Checkpoints:
         folder: of the checkpoints; made when the first is written.
         keep: number of latest checkpoints that stay, besides the best.
         before_naming: called when a checkpoint is written, before it gets its name; if it raises, there is none.
+
+    Attributes:
+        held: name of a checkpoint that is being read, and therefore stays for now.
     """
 
     def __init__(self, folder: str | Path, keep: int, before_naming: Callable[[], None] = lambda: None) -> None:
         self.folder = Path(folder).resolve()
         self.keep = keep
+        self.held = ""
         self._before_naming = before_naming
 
     def latest(self) -> Path | None:
         """The last complete checkpoint, if any."""
-        complete = self._complete()
-        return complete[-1] if complete else None
+        complete = self.complete()
+        return self.folder / f"step_{complete[-1]}" if complete else None
+
+    def complete(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending."""
+        steps = map(step_of, (path.name for path in self.folder.glob("step_*")))
+        return sorted(step for step in steps if step is not None)
+
+    def best(self) -> int | None:
+        """Step of the best one, where it is kept and still there."""
+        link = self.folder / BEST
+        return step_of(link.resolve().name) if link.is_dir() else None
 
     @contextmanager
     def writing(self, step: int, best: int | None = None) -> Iterator[Path]:
@@ -98,8 +113,8 @@ class Checkpoints:
         partial.rename(final)
         self._link_best(best)
         _sync(self.folder)
-        for old in self._complete()[: -self.keep]:
-            if old.name == f"step_{best}":
+        for old in [self.folder / f"step_{step}" for step in self.complete()[: -self.keep]]:
+            if old.name in (f"step_{best}", self.held):
                 continue
             # Renamed first, so that a removal that is cut short leaves no half checkpoint behind.
             old.rename(doomed := old.with_name(old.name + PARTIAL))
@@ -110,10 +125,10 @@ class Checkpoints:
 
     def _link_best(self, step: int | None) -> None:
         if step is not None and (self.folder / f"step_{step}").is_dir():
-            link = self.folder / f"best{PARTIAL}"
+            link = self.folder / f"{BEST}{PARTIAL}"
             link.unlink(missing_ok=True)
             link.symlink_to(f"step_{step}")
-            link.replace(self.folder / "best")
+            link.replace(self.folder / BEST)
 
     @staticmethod
     def write_state(folder: Path, state: dict[str, Any]) -> None:
@@ -136,9 +151,11 @@ class Checkpoints:
             )
         return state
 
-    def _complete(self) -> list[Path]:
-        found = [path for path in self.folder.glob("step_*") if path.name.removeprefix("step_").isdigit()]
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+def step_of(name: str) -> int | None:
+    """The step of a complete checkpoint by its name; None for any other name."""
+    number = name.removeprefix("step_")
+    return int(number) if number != name and number.isdigit() else None
 
 
 def sync_tree(folder: Path) -> None:

@@ -13,6 +13,7 @@ from megappo import __version__
 from megappo.check import Report, check_file
 from megappo.check.supervised import check_supervised_file
 from megappo.config import Config, SupervisedConfig, describe_config
+from megappo.config.run import is_url
 from megappo.data.published import INSTRUCTIONS
 from megappo.doctor.command import add_doctor
 from megappo.launch.command import add_launch
@@ -115,16 +116,18 @@ def _supervised_config(options: argparse.Namespace) -> SupervisedConfig | None:
 
 def _report(options: argparse.Namespace) -> int:
     if options.watch:
+        if is_url(options.run_dir):
+            return _refuse(f"--watch: {options.run_dir} is a URL: give the folder in which the run works")
         from megappo.report.watch import watch
 
         watch(Path(options.run_dir))
         return 0
-    log = Path(options.run_dir) / "log.jsonl"
-    if not log.is_file():
+    folder = _folder_here(options.run_dir)
+    if not (folder / "log.jsonl").is_file():
         return _refuse(f"{options.run_dir}: has no log.jsonl: give the folder of a run (run.dir)")
     from megappo.report.html import write_report
 
-    print(write_report(options.run_dir))
+    print(write_report(folder))
     return 0
 
 
@@ -176,8 +179,17 @@ def _convert(options: argparse.Namespace) -> int:
 
     gc.freeze()  # what torch has imported: taking it apart at the end would cost seconds
     chosen = {name: value for name, value in vars(options).items() if name in Options.__dataclass_fields__}
-    convert(options.source, options.destination, Options(**chosen), print)
+    convert(str(_folder_here(options.source, with_checkpoint=True)), options.destination, Options(**chosen), print)
     return 0
+
+
+def _folder_here(run: str, *, with_checkpoint: bool = False) -> Path:
+    """The folder of a run; what is behind a URL comes down into one."""
+    if not is_url(run):
+        return Path(run)
+    from megappo.remote.down import local_folder
+
+    return local_folder(run, lambda text: print(text, file=sys.stderr), with_checkpoint=with_checkpoint)
 
 
 def _config(options: argparse.Namespace) -> int:
@@ -278,7 +290,7 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "write a run's report, one self-contained HTML page"
     command = commands.add_parser("report", help=text, description=text)
-    command.add_argument("run_dir", metavar="RUN", help="folder of a run")
+    command.add_argument("run_dir", metavar="RUN", help="folder or URL of a run")
     text = "write it anew whenever the run has gone on, as a page that loads itself anew, until Ctrl-C"
     command.add_argument("--watch", action="store_true", help=text)
     command.set_defaults(run=_report)
@@ -299,7 +311,9 @@ def _parser() -> argparse.ArgumentParser:
 
     text = "convert a Hugging Face folder to a Megatron checkpoint, or a checkpoint or run to a Hugging Face folder"
     command = commands.add_parser("convert", help=text, description=text)
-    command.add_argument("source", metavar="SRC", help="Hugging Face folder, torch_dist checkpoint, or a run's folder")
+    command.add_argument(
+        "source", metavar="SRC", help="Hugging Face folder, torch_dist checkpoint, or a run's folder or URL"
+    )
     command.add_argument("destination", metavar="DST", help="folder to make")
     command.add_argument("--to", choices=("hf", "megatron", "peft"), help="default: the format that SRC is not in")
     command.add_argument("--tp", type=int, default=1, metavar="N", help="to megatron: cut the files for N tensor ranks")

@@ -13,12 +13,14 @@ import numpy as np
 import pyarrow as pa
 import yaml
 
+from megappo.check.run_folder import run_findings
 from megappo.checkpoints import Checkpoints
 from megappo.cluster.dataflow import Batch
-from megappo.config import Config, dump_config
+from megappo.config import Config, RunConfig, dump_config
 from megappo.data import batch as rows_of
 from megappo.data.loss_mask import LOSS_MASK
 from megappo.data.prompts import PromptSet, load_prompts
+from megappo.remote.run import RemoteSide
 from megappo.report.console import Console
 from megappo.report.html import write_report
 from megappo.report.roles import describe_roles
@@ -57,7 +59,7 @@ class Run:
             RunInUse, DataError: with words for the user.
         """
         self.config = config
-        self.folder = Path(config.run.dir)
+        self.folder = config.run.folder
         self._lock = RunLock(self.folder)
         try:
             self._open()
@@ -69,6 +71,7 @@ class Run:
         from transformers import AutoTokenizer
 
         config = self.config
+        self.console = Console(config.run.steps)
         tokenizer = AutoTokenizer.from_pretrained(config.model_folder("actor"))
         self.train_prompts = self._load(config.data.train, tokenizer)
         watched = {"validation": config.data.validation, "canary": config.data.canary}
@@ -85,6 +88,7 @@ class Run:
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints", config.run.keep_checkpoints, before_naming=self._dump.wait
         )
+        self._remote = RemoteSide(config.run, self.checkpoints, self.console, lambda: run_findings(config))
         self._log = RunLog(self.folder)
         self._trackers: Trackers | None = None
         stored = self.folder / "config.yaml"
@@ -92,9 +96,8 @@ class Run:
         self._changes = changed_settings(stored.read_text(), dump_config(config)) if resumes else []
         write_whole(stored, dump_config(config))
         write_whole(self.folder / VERSIONS_NAME, versions())
-        self.console = Console(config.run.steps)
         self.console.start(
-            f"megappo: {self.folder}",
+            f"megappo: {title(config.run)}",
             describe_roles(yaml.safe_load(dump_config(config))),
             {
                 "model": config.model_folder("actor"),
@@ -117,7 +120,10 @@ class Run:
         finally:
             if self._trackers is not None:
                 self._trackers.close(failed=value is not None)
-            self._lock.release()
+            try:
+                self._remote.close()
+            finally:
+                self._lock.release()
 
     def _load(self, files: Sequence[str], tokenizer: Any) -> PromptSet:
         data = self.config.data
@@ -158,6 +164,7 @@ class Run:
         self._log.append(step, metrics)
         self._trackers.log(step, metrics)
         self.console.step(step, metrics)
+        self._remote.tell()
 
     def keep(self, step: int, batch: Batch) -> Metrics:
         """Log some of a training batch's responses and, if asked for, dump it whole; returns its metrics."""
@@ -228,6 +235,11 @@ def picked(rows: pa.Table) -> pa.Table:
 def _samples(rows: pa.Table, step: int, kind: str) -> list[dict[str, Any]]:
     table = rows.select(SAMPLE_COLUMNS)
     return [{"step": step, "kind": kind, "prompt": row.pop("prompt_text"), **row} for row in table.to_pylist()]
+
+
+def title(run: RunConfig) -> str:
+    """Where a run is."""
+    return f"{run.dir} (works in {run.folder})" if run.is_remote else run.dir
 
 
 def changed_settings(before: str, after: str) -> list[str]:

@@ -6,12 +6,12 @@ import math
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
+from megappo.check.supervised import supervised_folder_findings
 from megappo.checkpoints import Checkpoints
 from megappo.cluster.calls import Pending
 from megappo.cluster.dataflow import TableRef, batch_of, get_table
@@ -21,13 +21,14 @@ from megappo.data import batch as rows_of
 from megappo.data.examples import Examples, load_pairs, load_responses
 from megappo.data.order import PromptOrder
 from megappo.ppo.schedule import learning_rate
+from megappo.remote.run import RemoteSide
 from megappo.report.console import Console
 from megappo.report.roles import describe_roles
 from megappo.report.run_log import RunLog
 from megappo.report.step_metrics import Metrics
 from megappo.report.trackers import Trackers
 from megappo.report.versions import VERSIONS_NAME, versions
-from megappo.run import changed_settings, write_whole
+from megappo.run import changed_settings, title, write_whole
 from megappo.run_lock import RunLock
 from megappo.stop_request import NoProgress, StopRequest, stop_request
 from megappo.workers.objectives import Objective
@@ -48,9 +49,10 @@ def train_on_examples(config: SupervisedConfig, task: Task) -> bool:
     """
     with ExitStack() as stack:
         stop = stack.enter_context(stop_request())
-        lock = RunLock(Path(config.run.dir))
+        lock = RunLock(config.run.folder)
         stack.callback(lock.release)
         trainer = _Trainer(config, task, stop)
+        stack.callback(trainer.remote.close)
         if trainer.step >= config.run.steps:
             trainer.console.finish(f"all {config.run.steps} steps are done: {trainer.checkpoints.latest()}")
             return True
@@ -85,8 +87,10 @@ class _Trainer:
         self.train = self._load(config.data.train, tokenizer)
         self.validation = self._load(config.data.validation, tokenizer) if config.data.validation else None
         self.order = PromptOrder(len(self.train), config.run.seed, config.data.shuffle)
-        folder = Path(config.run.dir)
+        folder = config.run.folder
+        self.console = Console(config.run.steps)
         self.checkpoints = Checkpoints(folder / "checkpoints", config.run.keep_checkpoints)
+        self.remote = RemoteSide(config.run, self.checkpoints, self.console, lambda: supervised_folder_findings(config))
         latest = self.checkpoints.latest()
         self.step = 0 if latest is None else self.checkpoints.read_state(latest)["step"]
         self.log = RunLog(folder)
@@ -94,12 +98,11 @@ class _Trainer:
         self.changes = changed_settings(stored.read_text(), text) if latest and stored.is_file() else []
         write_whole(stored, text)
         write_whole(folder / VERSIONS_NAME, versions())
-        self.console = Console(config.run.steps)
         plain = yaml.safe_load(text)
         rows = describe_roles({"pools": plain["pools"], "roles": {ROLES[task]: plain["role"]}})
         sets = [one.report.replace("\n", "; ") for one in (self.train, self.validation) if one is not None]
         facts = {"model": config.model_folder, "data": "; ".join(sets)}
-        self.console.start(f"megappo {task}: {folder}", rows, facts)
+        self.console.start(f"megappo {task}: {title(config.run)}", rows, facts)
 
     def _load(self, files: tuple[str, ...], tokenizer: Any) -> Examples:
         return self.kind.load(files, tokenizer, max_tokens=self.config.data.max_tokens)
@@ -116,7 +119,7 @@ class _Trainer:
         self.log.truncate_after(-1 if resumed is None else resumed)
         self.trackers = Trackers(
             config.run.trackers,
-            config.run.dir,
+            config.run.folder,
             config_text=dump_config(config),
             resumed_at=resumed,
             warn=self.console.warn,
@@ -207,3 +210,4 @@ class _Trainer:
         shown = ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "timing_s/step")
         known = [f"{name} {metrics[name]:.4g}" for name in shown if name in metrics]
         self.console.status(f"step {self.step}/{self.config.run.steps}  " + "  ".join(known))
+        self.remote.tell()

@@ -84,7 +84,7 @@ WRONG = {
         ("steps: 100", "steps: 100, 7: 8"),
         "run.7: unknown key: known here are dir, steps, seed, save_every, keep_checkpoints, keep_best, "
         "validate_every, validate_before, trackers, device, dtype, peak_tflops, device_profile, timeout_s, "
-        "heartbeat_s, restarts, dump_rollouts",
+        "heartbeat_s, restarts, dump_rollouts, work_dir, upload_timeout_s",
     ),
     "missing key": (
         ("steps: 100, ", ""),
@@ -128,11 +128,11 @@ WRONG = {
     ),
     "integer for a string": (
         ("dir: runs/demo", "dir: 5"),
-        "run.dir: 5 is an integer: give a string (folder of everything the run leaves; a run resumes from it)",
+        "run.dir: 5 is an integer: give a string (folder or URL of everything the run leaves; a run resumes from it)",
     ),
     "empty string": (
         ("dir: runs/demo", "dir: ''"),
-        "run.dir: '' is empty: give a string (folder of everything the run leaves; a run resumes from it)",
+        "run.dir: '' is empty: give a string (folder or URL of everything the run leaves; a run resumes from it)",
     ),
     "null": (
         ("mini_batch: 32", "mini_batch: "),

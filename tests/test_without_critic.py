@@ -1,4 +1,7 @@
-"""A whole run of low-rank adapters in which responses to a prompt are compared: no critic, and it resumes."""
+"""A whole run of low-rank adapters in which responses to a prompt are compared: no critic.
+
+It is kept at a URL, and resumes on a machine that has nothing else of it.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +40,22 @@ def set_sections(text: str, **sections: str) -> str:
 def test_group_relative_run(tmp_path: Path) -> None:
     folder = make_run_folder(tmp_path / "work")
     (folder / "config.yaml").write_text(set_sections(CONFIG, pools=POOLS, roles=ROLES, ppo=PPO))
+    kept = folder / "kept"
+    remote = (f"run.dir=file://{kept}", "run.work_dir=run")
     for steps in (2, 3):
-        command = Command(folder, f"run.steps={steps}", "run.validate_every=0")
+        command = Command(folder, *remote, f"run.steps={steps}", "run.validate_every=0")
         assert command.wait() == 0, command.text
+        assert "not up at" not in command.text and "failed (" not in command.text
+        if steps == 2:
+            (folder / "run").rename(folder / "lost")
+    assert f"the checkpoint of step 2 (0.0 GB) comes down from file://{kept}" in command.text
+    assert [row["step"] for row in read_log(kept)] == [0, 1, 2, 3]
     assert "resumed from the checkpoint of step 2" in command.text
     assert "run.steps: 2 -> 3" in command.text
     rows = pq.read_table(folder / "run" / "rollouts" / "step_3.parquet")
     assert not {"values", "returns"} & set(rows.column_names)
     gaps = [batch.flat(rows, "logprobs") - batch.flat(rows, "ref_logprobs")]
-    first_step = pq.read_table(folder / "run" / "rollouts" / "step_1.parquet")
+    first_step = pq.read_table(kept / "rollouts" / "step_1.parquet")
     gaps.append(batch.flat(first_step, "logprobs") - batch.flat(first_step, "ref_logprobs"))
     assert np.abs(gaps[0]).max() > 1e-3 and not gaps[1].any()  # of the actor from itself without its adapters
     first = np.array([row[0] for row in batch.split_rows(rows, "advantages")])
@@ -58,8 +68,8 @@ def test_group_relative_run(tmp_path: Path) -> None:
     assert "actor/pg_loss" in metrics
     assert metrics["training/rollout_probs_diff_max"] < 1e-4  # the engine has merged what the actor has trained
     assert not [name for name in metrics if name.startswith(("critic/v", "timing_s/val"))]
-    kept = folder / "run" / "checkpoints" / "step_3"
-    assert sorted(path.name for path in kept.iterdir() if path.is_dir()) == ["actor"]
+    for checkpoint in (folder / "run" / "checkpoints" / "step_3", kept / "checkpoints" / "step_3"):
+        assert sorted(path.name for path in checkpoint.iterdir() if path.is_dir()) == ["actor"]
     replays(folder)
     dapo_goes_on(folder)
 
@@ -103,7 +113,7 @@ def dapo_goes_on(folder: Path) -> None:
 
 def replays(folder: Path) -> None:
     """The first step again, from its dumped batch and without generating: the same line in the log."""
-    replayed = ("run.dir=again", "data.replay=run/rollouts/step_1.parquet", "run.steps=1", "run.validate_every=0")
+    replayed = ("run.dir=again", "data.replay=kept/rollouts/step_1.parquet", "run.steps=1", "run.validate_every=0")
     command = Command(folder, *replayed, "data.validation=[]", "data.canary=[]")
     assert command.wait() == 0, command.text
     (first, again) = (comparable(read_log(folder / name), step=1) for name in ("run", "again"))

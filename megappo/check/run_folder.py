@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.check.findings import Advice, shown, under
+from megappo.check.remote_folder import remote_folder_findings
 from megappo.config import Config, ConfigError, load_config
 
 FIXED_ON_RESUME = (
@@ -35,8 +36,9 @@ TRACKER_PACKAGES = {"mlflow": "mlflow-skinny"}
 
 def run_findings(config: Config) -> Iterator[str]:
     """The run folder, its trackers, and a run that it may hold."""
-    run, folder = config.run, Path(config.run.dir)
-    yield from under("run.dir", run_folder_problems(folder))
+    run, folder = config.run, config.run.folder
+    yield from remote_folder_findings(run)
+    yield from under("run.work_dir" if run.work_dir else "run.dir", run_folder_problems(folder))
     for tracker in run.trackers:
         if not is_installed(tracker):
             package = TRACKER_PACKAGES.get(tracker, tracker)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from megappo.check.findings import Advice, shown, under
 from megappo.check.lora import lora_findings
+from megappo.check.memory import training_fit_findings
 from megappo.check.model_files import has_chat_template, tokenizer_problems, weight_problems
 from megappo.check.prompt_files import read_columns
+from megappo.check.remote_folder import remote_folder_findings
 from megappo.check.run_folder import checkpoint_steps, differences, run_folder_problems
 from megappo.config import ConfigError, SupervisedConfig, Task, load_supervised
 from megappo.layout import legality
@@ -35,6 +37,8 @@ def check_supervised_file(
     except ConfigError as error:
         return None, error.problems, ()
     findings = list(supervised_findings(config, task))
+    if all(isinstance(line, Advice) for line in findings):
+        findings += training_fit_findings(config, "reward" if task == "reward-train" else "actor")
     errors = tuple(line for line in findings if not isinstance(line, Advice))
     return config, errors, tuple(line for line in findings if isinstance(line, Advice))
 
@@ -50,7 +54,7 @@ def supervised_findings(config: SupervisedConfig, task: Task) -> Iterator[str]:
         yield from _model_findings(config, task, spec)
     yield from _pool_findings(config, spec)
     yield from _data_findings(config, task)
-    yield from _run_findings(config)
+    yield from supervised_folder_findings(config)
 
 
 def _model_findings(config: SupervisedConfig, task: Task, spec: ModelSpec) -> Iterator[str]:
@@ -133,9 +137,11 @@ def _data_findings(config: SupervisedConfig, task: Task) -> Iterator[str]:
         )
 
 
-def _run_findings(config: SupervisedConfig) -> Iterator[str]:
-    run, folder = config.run, Path(config.run.dir)
-    yield from under("run.dir", run_folder_problems(folder))
+def supervised_folder_findings(config: SupervisedConfig) -> Iterator[str]:
+    """The run folder, its trackers, and a run that it may hold."""
+    run, folder = config.run, config.run.folder
+    yield from remote_folder_findings(run)
+    yield from under("run.work_dir" if run.work_dir else "run.dir", run_folder_problems(folder))
     for tracker in run.trackers:
         if importlib.util.find_spec(tracker) is None:
             yield f"run.trackers: {tracker} is not installed: pip install {tracker}, or leave it out"

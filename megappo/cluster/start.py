@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -103,7 +102,7 @@ class Starter:
         return dict(zip(members, joined, strict=True))
 
     def _log_file(self, name: str) -> str:
-        return str((Path(self.config.run.dir) / "logs" / f"{name}.log").resolve())
+        return str((self.config.run.folder / "logs" / f"{name}.log").resolve())
 
 
 @dataclass(frozen=True)

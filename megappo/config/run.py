@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 from megappo.config.guards import KeepBestConfig
@@ -12,7 +14,7 @@ from megappo.strict_yaml import key
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    dir: str = key("folder of everything the run leaves; a run resumes from it")
+    dir: str = key("folder or URL of everything the run leaves; a run resumes from it")
     steps: int = key("training steps in all", at_least=1)
     seed: int = key("seed of data order, mini-batches and sampling", 1, at_least=0)
     save_every: int = key("steps between checkpoints; 0: only at the end", 0, at_least=0)
@@ -40,6 +42,31 @@ class RunConfig:
         at_least=0,
     )
     dump_rollouts: bool = key("write every step's batch to RUN/rollouts", True)
+    work_dir: str | None = key("folder in which a run whose dir is a URL works; null: runs/PROTOCOL/PATH", None)
+    upload_timeout_s: float = key("seconds that the end of a run may wait for its files to go up", 1800.0, above=0)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the run is kept at a URL."""
+        return is_url(self.dir)
+
+    @property
+    def folder(self) -> Path:
+        """Where the run works: its own folder, or one that goes up to its URL."""
+        return Path(self.work_dir) if self.work_dir else working_folder(self.dir)
+
+
+def is_url(text: str) -> bool:
+    """Whether it is no folder here."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
+
+
+def working_folder(run: str) -> Path:
+    """The folder here of a run that is named by a folder or a URL: each URL has its own."""
+    if not is_url(run):
+        return Path(run)
+    protocol, _, path = run.partition("://")
+    return Path("runs", protocol, path.strip("/"))
 
 
 @dataclass(frozen=True, kw_only=True)

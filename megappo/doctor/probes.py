@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -157,7 +156,7 @@ def examine(config: Config) -> Examined:
         nodes, skews = {}, {}
         for name, at in once.items():  # one after the other: they may write to the same disk
             alone = Group(probes.members[at : at + 1], calls)
-            ((nodes[titles[name]],),) = calls.gather(alone.each("look", lambda _: (config.run.dir, wanted)))
+            ((nodes[titles[name]],),) = calls.gather(alone.each("look", lambda _: (str(config.run.folder), wanted)))
             asked = time.time()
             ((clock,),) = calls.gather(alone.each("clock", lambda _: ()))
             skews[titles[name]] = clock - (asked + time.time()) / 2
@@ -189,7 +188,7 @@ def _ends(addresses: Sequence[str], at: int, to: int) -> str:
 
 def _start(config: Config, on_ray: Processes, seat: Seat) -> Member:
     pool = on_ray.pools[seat.pool]
-    log = str((Path(config.run.dir) / "logs" / f"doctor-{seat.pool}-{seat.node}-{seat.device}.log").resolve())
+    log = str((config.run.folder / "logs" / f"doctor-{seat.pool}-{seat.node}-{seat.device}.log").resolve())
     index = seat.node * pool.config.devices_per_node + seat.device
     environment = worker_environment(config)
     actor: Any = pool.start(Probe, index, 1, log, environment=environment, python=on_ray.python)

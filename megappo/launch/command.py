@@ -81,8 +81,8 @@ def _slurm(options: argparse.Namespace) -> int:
         return BAD_INPUT
     if partitions is None:
         print("warning: no sinfo here: partition, time limit and nodes were not compared with Slurm", file=sys.stderr)
-    path = _write(options.out or f"{config.run.dir}/launch/job.sh", script)
-    (Path(config.run.dir) / "logs").mkdir(parents=True, exist_ok=True)  # Slurm does not make it
+    path = _write(options.out or config.run.folder / "launch" / "job.sh", script)
+    (config.run.folder / "logs").mkdir(parents=True, exist_ok=True)  # Slurm does not make it
     for index, pools in enumerate(nodes):
         print(f"node {index}: {', '.join(pools)}")
     if not options.submit:
@@ -99,7 +99,7 @@ def _kuberay(options: argparse.Namespace) -> int:
         return BAD_INPUT
     names = ("image", "claim", "mount", "cpus_per_device", "memory_gib_per_device")
     text = manifest(config, KubeRayOptions(**{name: getattr(options, name) for name in names}))
-    print(f"kubectl apply -f {_write(options.out or f'{config.run.dir}/launch/rayjob.yaml', text)}")
+    print(f"kubectl apply -f {_write(options.out or config.run.folder / 'launch' / 'rayjob.yaml', text)}")
     return 0
 
 
@@ -112,7 +112,7 @@ def _checked(options: argparse.Namespace) -> Config | None:
     return None if report.errors else config
 
 
-def _write(path: str, text: str) -> Path:
+def _write(path: str | Path, text: str) -> Path:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")

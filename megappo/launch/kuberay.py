@@ -46,7 +46,7 @@ class KubeRayOptions:
 def manifest(config: Config, options: KubeRayOptions) -> str:
     """YAML of a ConfigMap with the configuration, and of the RayJob."""
     command = f"cd {shlex.quote(options.mount)} && exec megappo train {CONFIG_FOLDER}/config.yaml"
-    name = options.name or _label(f"megappo-{Path(os.path.abspath(config.run.dir)).name}")
+    name = options.name or _label(f"megappo-{Path(os.path.abspath(config.run.folder)).name}")
     map_name = f"{name}-config"
     pod = _Pods(options, map_name)
     workers = [

@@ -157,9 +157,9 @@ def warnings(config: Config, nodes: int, width: int) -> Iterator[str]:
     idle = nodes * width - sum(pool.devices for pool in config.pools.values())
     if idle and config.run.device == "cuda":
         yield f"pools: {idle} of the {nodes * width} GPUs of the job's {nodes} nodes are in no pool and stay idle"
-    if nodes > 1 and (kind := file_system(Path(config.run.dir))) in LOCAL_FILE_SYSTEMS:
+    if nodes > 1 and (kind := file_system(config.run.folder)) in LOCAL_FILE_SYSTEMS:
         yield (
-            f"run.dir: {os.path.abspath(config.run.dir)} is on a {kind} file system, which other nodes hardly see: "
+            f"run.dir: {os.path.abspath(config.run.folder)} is on a {kind} file system, which other nodes hardly see: "
             "choose a folder that all nodes share"
         )
 
@@ -189,7 +189,7 @@ def batch_script(config: Config, options: SlurmOptions, partitions: Mapping[str,
     if found := problems(config, options, partitions):
         raise LaunchError(found)
     nodes, width = nodes_of_job(config, options, partitions)
-    run = os.path.abspath(config.run.dir)
+    run = os.path.abspath(config.run.folder)
     directives = {
         "job-name": f"megappo-{Path(run).name}",
         "partition": options.partition,

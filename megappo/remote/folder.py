@@ -1,0 +1,187 @@
+"""A run's folder behind a URL, by fsspec: what is in it, and which checkpoints of it are complete.
+
+A checkpoint is complete once its last file, the trainer's state, is up; it is the first to go when one is removed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from fsspec.core import url_to_fs
+
+from megappo.checkpoints import BEST, PARTIAL, STATE_NAME, step_of
+
+OWNER_NAME = ".owner"
+"""Who writes to the folder: the last one who came."""
+CHECKPOINTS = "checkpoints"
+ANSWER_S = 120.0
+"""Seconds in which a remote folder must take one small file."""
+
+Result = TypeVar("Result")
+
+
+class RemoteError(ValueError):
+    """The remote folder cannot be used."""
+
+
+class TakenOver(RuntimeError):
+    """Another process writes to the remote folder by now."""
+
+
+class RemoteFolder:
+    """Files by their names below the URL. What goes wrong is raised as fsspec, or the library below it, has it.
+
+    Args:
+        url: of the folder, which need not exist yet.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.fs, self.root = url_to_fs(url, use_listings_cache=False)  # what others have changed must be seen
+
+    @classmethod
+    def reached(cls, url: str) -> RemoteFolder:
+        """The folder of a URL where files can be written.
+
+        Raises:
+            RemoteError: they cannot, or it does not answer.
+        """
+        name, text = f".probe-{secrets.token_hex(4)}", "megappo\n"
+
+        def written() -> RemoteFolder:
+            remote = cls(url)
+            remote.write(name, text)
+            found = remote.read(name)
+            remote.fs.rm_file(remote._at(name))
+            if found != text:
+                raise OSError("what was written is not what is read")
+            return remote
+
+        try:
+            return within(ANSWER_S, written)
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise RemoteError(
+                f"run.dir: {url} cannot be written ({type(error).__name__}: {reason}): look at the name, the network "
+                "and the credentials, or choose another"
+            ) from error
+
+    def files(self) -> dict[str, int]:
+        """Bytes of each file."""
+        self.fs.invalidate_cache()
+        found = self.fs.find(self.root, detail=True)
+        start = len(self.root.rstrip("/")) + 1
+        return {name[start:]: int(info.get("size") or 0) for name, info in found.items()}
+
+    def put(self, path: Path, name: str) -> None:
+        """Copy one file there; whoever reads it gets all of the old or of the new one."""
+        partial = self._at(name + PARTIAL)
+        self._put([path], [partial])
+        self.fs.mv(partial, self._at(name))
+
+    def put_checkpoint(self, folder: Path) -> None:
+        """Copy a checkpoint there, the trainer's state last."""
+        self.remove_checkpoint(folder.name)  # what is left of one that broke off
+        paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        state = folder / STATE_NAME
+        data = [path for path in paths if path != state]
+        names = [self._at(f"{CHECKPOINTS}/{folder.name}/{path.relative_to(folder).as_posix()}") for path in data]
+        self._put(data, names)
+        self._put([state], [self._at(f"{CHECKPOINTS}/{folder.name}/{STATE_NAME}")])
+
+    def remove_checkpoint(self, name: str) -> None:
+        """Remove a checkpoint, or what there is of it, the trainer's state first."""
+        folder = self._at(f"{CHECKPOINTS}/{name}")
+        self.fs.invalidate_cache()
+        if self.fs.exists(f"{folder}/{STATE_NAME}"):
+            self.fs.rm_file(f"{folder}/{STATE_NAME}")
+        if self.fs.exists(folder):
+            self.fs.rm(folder, recursive=True)
+
+    def get(self, names: Iterable[str], into: Path, below: str = "") -> None:
+        """Copy files into a folder here, by their names without what they begin with."""
+        for name in names:
+            path = into / name.removeprefix(below)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.fs.get_file(self._at(name), str(path))
+
+    def read(self, name: str) -> str:
+        """The text of a small file; empty where there is none."""
+        try:
+            return self.fs.cat_file(self._at(name)).decode()
+        except FileNotFoundError:
+            return ""
+
+    def write(self, name: str, text: str) -> None:
+        """Write a small file."""
+        self.fs.makedirs(os.path.dirname(self._at(name)), exist_ok=True)
+        self.fs.pipe_file(self._at(name), text.encode())
+
+    def claim(self) -> str:
+        """Become the one who writes there; returns what :meth:`check_claim` wants."""
+        claim = f"host {socket.gethostname()}, pid {os.getpid()}, {secrets.token_hex(4)}\n"
+        self.write(OWNER_NAME, claim)
+        return claim
+
+    def check_claim(self, claim: str) -> None:
+        """Nobody has claimed it since.
+
+        Raises:
+            TakenOver: somebody has; says who.
+        """
+        if (owner := self.read(OWNER_NAME)) != claim:
+            raise TakenOver(owner.rpartition(",")[0] or "somebody who removed what was there")
+
+    def _at(self, name: str) -> str:
+        return f"{self.root.rstrip('/')}/{name}"
+
+    def _put(self, paths: list[Path], names: list[str]) -> None:
+        for parent in sorted({os.path.dirname(name) for name in names}):
+            self.fs.makedirs(parent, exist_ok=True)
+        self.fs.put(list(map(str, paths)), names)
+
+
+def complete_steps(files: Iterable[str]) -> list[int]:
+    """Steps of the complete checkpoints among the files of a remote folder, ascending."""
+    parts = [name.split("/") for name in files]
+    found = [step_of(one[1]) for one in parts if len(one) == 3 and (one[0], one[2]) == (CHECKPOINTS, STATE_NAME)]
+    return sorted(step for step in found if step is not None)
+
+
+def superfluous(files: Iterable[str], keep: int, best: str) -> list[str]:
+    """Names of checkpoints that may go: incomplete ones, and complete ones but for the last few and the best."""
+    files = list(files)
+    names = {name.split("/")[1] for name in files if name.startswith(f"{CHECKPOINTS}/") and name.count("/") > 1}
+    kept = {f"step_{step}" for step in complete_steps(files)[-keep:]} | {best, BEST}
+    return sorted(names - kept)
+
+
+def within(seconds: float, function: Callable[[], Result]) -> Result:
+    """Call a function that may hang.
+
+    Raises:
+        TimeoutError: it did; it goes on in a thread that nobody waits for.
+    """
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return results[0]
