@@ -156,7 +156,7 @@ def test_charts_follow_from_the_names_that_were_logged() -> None:
             "canary/c/acc/mean@1",
             "canary/c/reward/mean@1",
         ),
-        *("reward/acc/mean", "reward/failed_rows", "guard/kl", "guard/rate_factor"),
+        *("reward/acc/mean", "reward/failed_rows", "guard/kl", "guard/rate_factor", "staleness/max"),
     ]
     groups = chart_groups(names)
     found = {chart.title: dict(chart.metrics) for charts in groups.values() for chart in charts}
@@ -170,6 +170,7 @@ def test_charts_follow_from_the_names_that_were_logged() -> None:
     ]
     assert "c reward" not in found
     assert found["Reward components"] == {"reward/acc/mean": "acc"}
+    assert found["Staleness"] == {"staleness/mean": "mean", "staleness/max": "oldest"}
     assert found["Guards"] == {"guard/kl": "kl"} and "guard/rate_factor" in found["What guards have set"]
 
 

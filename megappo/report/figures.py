@@ -106,6 +106,18 @@ RESPONSES = (
         (0, 1),
     ),
     Chart(
+        "Staleness",
+        {"staleness/mean": "mean", "staleness/max": "oldest"},
+        "updates since the weights that began a response",
+        (0, 0),
+    ),
+    Chart(
+        "Responses across weight syncs",
+        {"staleness/partial_share": "share"},
+        "share of responses that several versions of the weights drew",
+        (0, 0),
+    ),
+    Chart(
         "Dynamic sampling",
         {"train/sampled_prompts": "prompts sampled", "train/informative_prompts": "of them, with differing scores"},
         "",
