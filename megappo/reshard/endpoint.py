@@ -49,7 +49,8 @@ class Endpoint:
         """
         sample = next(iter(params.values()))
         item = sample.element_size()
-        self._pace = ON_HOST if sample.device.type == "cpu" else ON_DEVICE
+        on_host = sample.device.type == "cpu"
+        self._pace = ON_HOST if on_host else ON_DEVICE
         self.rank, self._transfer = rank, transfer
         self.part = transfer.part(rank)
         self.fingerprint = transfer.fingerprint(rank, self.part)
@@ -66,7 +67,9 @@ class Endpoint:
             self._pace.message_bytes // item,
             self._pace.direct_bytes // item,
             transfer.phase,
-            may_be_direct=lambda copy: not isinstance(self._carriers.get(_peer(rank, copy)), SharedMemory),
+            may_be_direct=lambda copy: (
+                not isinstance(self._carriers.get(_peer(rank, copy)), SharedMemory | NcclTransport)
+            ),
         )
 
     def sync(self, version: int, params: Mapping[str, torch.Tensor], passing: Passing | None = None) -> Receipt:
@@ -120,7 +123,7 @@ class Endpoint:
         far = {peer: distance(places, self.rank, peer) for peer in receivers | senders}
         if device.type == "cuda":  # NCCL refuses two ranks on one GPU
             apart = [peer for peer, link in far.items() if link != DEVICE]
-            nccl = NcclTransport(self._gloo, self._transfer.world, bucket, device) if apart else None
+            nccl = NcclTransport(self._gloo, self._pace.direct_bytes, device) if apart else None
             self._carriers = {peer: nccl for peer in apart if nccl is not None}
             return
         here = {peer for peer, link in far.items() if link != NETWORK}

@@ -6,8 +6,8 @@ sizes in the same order. It packs them on the way if it has to. Nobody above kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
@@ -59,15 +59,16 @@ class Buckets:
         """Nothing is allocated yet.
 
         Args:
-            size: of each, in bytes.
+            size: of each, in bytes, if no more is asked for.
             make: allocates bytes; on the CPU by default.
         """
         self._size, self._make = size, make or (lambda size: torch.empty(size, dtype=torch.uint8))
         self._free: list[torch.Tensor] = []
 
-    def take(self) -> torch.Tensor:
-        """One that nobody uses, uint8."""
-        return self._free.pop() if self._free else self._make(self._size)
+    def take(self, least: int = 0) -> torch.Tensor:
+        """One that nobody uses and that holds so many bytes, uint8; it takes the place of one that does not."""
+        found = self._free.pop() if self._free else None
+        return found if found is not None and found.nbytes >= least else self._make(max(self._size, least))
 
     def give(self, bucket: torch.Tensor) -> None:
         """Return it."""
@@ -87,18 +88,19 @@ def flat(blocks: Blocks) -> torch.Tensor | None:
 
 def pack(blocks: Blocks, bucket: torch.Tensor) -> torch.Tensor:
     """Copy blocks one after the other into a bucket; returns the part that they take, uint8."""
-    for part, block in _parts(blocks, bucket):
+    for part, block in parts(blocks, bucket):
         part.copy_(block)
     return bucket[: size_of(blocks)]
 
 
 def unpack(bucket: torch.Tensor, blocks: Blocks) -> None:
     """Copy blocks out of a bucket."""
-    for part, block in _parts(blocks, bucket):
+    for part, block in parts(blocks, bucket):
         block.copy_(part)
 
 
-def _parts(blocks: Blocks, bucket: torch.Tensor) -> Any:
+def parts(blocks: Blocks, bucket: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(its place in the bucket, the block) of each, one after the other."""
     elements = bucket[: size_of(blocks)].view(blocks[0].dtype)
     cuts = elements.split([block.numel() for block in blocks])
     return ((cut.view(block.shape), block) for cut, block in zip(cuts, blocks, strict=True))
