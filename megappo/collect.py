@@ -117,7 +117,8 @@ class Collector:
         batches: list[Batch] = []
         prompts, useful = np.empty(0, np.int64), np.empty(0, bool)  # of every group so far
         while True:
-            batch = batch.with_columns(*self.cluster.gather(self.cluster.reward.score(batch)))
+            with self.cluster.room_for_rewards(begun.version):
+                batch = batch.with_columns(*self.cluster.gather(self.cluster.reward.score(batch)))
             scores_gs = rows_of.column(batch.read("score"), "score").reshape(-1, self.samples)
             prompts, useful = np.append(prompts, taken), np.append(useful, informative(scores_gs))
             batches.append(batch)

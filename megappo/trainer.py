@@ -277,7 +277,8 @@ class Trainer:
             seed=(self.config.run.seed,),
             version=self.step,
         )
-        batch = batch.with_columns(*self.cluster.gather(self.cluster.reward.score(batch)))
+        with self.cluster.room_for_rewards(self.step):
+            batch = batch.with_columns(*self.cluster.gather(self.cluster.reward.score(batch)))
         return self.run.keep_validation(self.step, batch, kind)
 
     def save(self, metrics: Metrics) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,13 @@ class Played:
     asked: list[tuple[list[int], Sampling, tuple[int, ...]]] = field(default_factory=list)
     scored: list[int] = field(default_factory=list)
     tables: list[pa.Table] = field(default_factory=list)
+    room: list[int] = field(default_factory=list)
+
+    @contextmanager
+    def room_for_rewards(self, version: int) -> Iterator[None]:
+        self.room.append(version)
+        yield
+        self.room.append(len(self.scored))
 
     def put(self, table: pa.Table) -> int:
         self.tables.append(table)
@@ -117,6 +125,7 @@ def test_further_prompts_until_the_batch_is_full(monkeypatch: pytest.MonkeyPatch
     assert found.batch.ids.tolist() == [2, 3, 8, 9, 10, 11]
     assert (found.position, found.scored) == (6, True)
     assert played.scored == list(range(12))  # each once
+    assert played.room == [2, 6, 2, 12]  # while the engines have given way
     assert rows_of.column(found.batch.read("score"), "score").tolist() == [0, 1, 0, 1, 0, 1]
     assert found.metrics == {
         "train/num_gen_batches": 2,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,9 +15,11 @@ import pytest
 from small_run import CONFIG, Command, make_run_folder, make_tiny_model
 from test_reward_model import make_scorer, scores_of
 
+from megappo.cluster.weights import WeightSync
 from megappo.data import batch
 from megappo.data.sequences import joined
 from megappo.report.run_log import read_log
+from megappo.reshard.actor_to_rollout import Receipt
 
 pytestmark = pytest.mark.runs
 
@@ -66,3 +71,41 @@ def check_rewards(folder: Path, rows: pa.Table) -> None:
     penalty = -0.1 * np.maximum(batch.lengths(rows, "response_ids") - 2, 0)
     score = np.where(failed, 0, np.array(digits) + 0.5 * model + penalty)
     np.testing.assert_allclose(batch.column(rows, "score"), score, atol=1e-5)
+
+
+@dataclass
+class Played:
+    """Calls that are answered at once; what engines and actor were asked, in order."""
+
+    asked: list[str] = field(default_factory=list)
+
+    def gather(self, *pending: Any) -> list[Any]:
+        return list(pending)
+
+    def ask(self, method: str, arguments: Any, combine: Any = None) -> Any:
+        self.asked.append(" ".join(map(str, [method, *arguments(0)])))
+        return Receipt()
+
+    def each(self, method: str, arguments: Any, combine: Any = None) -> int:
+        self.asked.append(method)
+        return 0  # bytes sent, as many as the receipt has
+
+
+class Connected(WeightSync):
+    """Without processes."""
+
+    def _connect(self) -> None:
+        self._on_device = False
+
+
+@pytest.mark.parametrize("sleeping", [True, False])
+def test_engines_give_way_to_a_reward_model_and_get_the_same_weights_again(sleeping: bool) -> None:
+    played: Any = Played()
+    config: Any = SimpleNamespace(roles=SimpleNamespace(actor=SimpleNamespace(offload="none")))
+    weights = Connected(config, played, played, played, (), sleeping=sleeping)
+    weights.sync(7)
+    played.asked.clear()
+    with weights.engines_resting(7):
+        assert played.asked == (["sleep"] if sleeping else [])
+    again = ["sleep", "wake weights", "receive_weights 7", "send_weights", "wake kv_cache"]
+    assert played.asked == (again if sleeping else [])

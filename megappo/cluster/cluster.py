@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -80,6 +80,15 @@ class Cluster(Processes):
     def everything_loaded(self, version: int) -> AbstractContextManager[None]:
         """See :meth:`WeightSync.everything_loaded`."""
         return self._weights.everything_loaded(version)
+
+    def room_for_rewards(self, version: int) -> AbstractContextManager[None]:
+        """Engines give way in here to a reward model that shares their devices.
+
+        Args:
+            version: of the actor's weights, which the engines get again afterwards.
+        """
+        shared = self.reward.model is not None and self.config.roles.reward.pool == self.config.roles.rollout.pool
+        return self._weights.engines_resting(version) if shared else nullcontext()
 
     def sync_weights(self, version: int) -> int:
         """See :meth:`WeightSync.sync`."""

@@ -82,6 +82,14 @@ class WeightSync:
         yield
         self.sync(version)
 
+    @contextmanager
+    def engines_resting(self, version: int) -> Iterator[None]:
+        """The engines' memory is the others' in here, where it ever is; see :meth:`everything_loaded`."""
+        self.rest()
+        yield
+        if self._asleep:
+            self.sync(version)
+
     def sync(self, version: int) -> int:
         """Give all engines the actor's current weights; returns the bytes received over all engines.
 
