@@ -1,4 +1,5 @@
 """Generation that overlaps with training: the same steps as by hand, exact resumes, log-probabilities of each token.
+Then steps of other algorithms.
 
 One cluster serves all; each test drives it by a loop of its own, from the first weights.
 """
@@ -50,10 +51,11 @@ class Shared:
     folder: Path
 
     @contextmanager
-    def trainer(self, name: str, staleness: int = 0, **ppo: Any) -> Iterator[Trainer]:
+    def trainer(self, name: str, staleness: int = 0, replay: tuple[str, ...] = (), **ppo: Any) -> Iterator[Trainer]:
         """A trainer in a run folder of its own, from the first weights or from the folder's last checkpoint."""
         run, algorithm = replace(self.config.run, dir=name), replace(self.config.ppo, staleness=staleness, **ppo)
-        config = replace(self.config, run=run, ppo=algorithm)
+        data = replace(self.config.data, replay=replay)
+        config = replace(self.config, run=run, data=data, ppo=algorithm)
         with Run(config) as opened:
             if opened.last_checkpoint is None:
                 self.cluster.gather(
@@ -190,7 +192,18 @@ def test_a_run_that_is_resumed_without_staleness_trains_on_what_was_ahead_first(
 
 @pytest.fixture(scope="module")
 def streamed(shared: Shared) -> str:
-    shared.run("streamed", 2)
+    """Interrupted as soon as each batch is there: how far the next ones are must not depend on who trains how fast."""
+    with shared.trainer("streamed", 2) as trainer:
+        collector, collect = trainer.collector, trainer.collector.collect
+
+        def interrupted(step: int, position: int) -> Collected:
+            collected = collect(step, position)
+            collector.settle()
+            return collected
+
+        collector.collect = interrupted  # type: ignore[method-assign]
+        while trainer.step < 4:
+            trainer.train_step()
     return "streamed"
 
 
@@ -254,3 +267,61 @@ def test_what_was_not_done_is_drawn_anew_without_staleness(shared: Shared, strea
     shared.run("anew", 0)
     versions = [rows_of.column(rows, "weight_version").tolist() for _, rows in steps_of("anew").values()]
     assert versions[3] == [3] * 14
+
+
+# --- other algorithms ------------------------------------------------------------------------------------------------
+
+
+def test_remax_takes_off_what_a_greedy_response_scores(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared.cluster, "critic", None)
+    with shared.trainer("remax", estimator="remax", critic_lr=None) as trainer:
+        requests = make_requests(trainer.run.train_prompts, trainer.collector.order.take(0, 7), 1)
+        greedy = shared.cluster.generate(
+            put_table(requests.table),
+            requests.prompt_tokens,
+            Sampling(0.0, 1.0, -1, 40),
+            samples=1,
+            seed=(9,),
+            version=0,
+        )
+        scored = greedy.with_columns(*shared.cluster.gather(shared.cluster.reward.score(greedy))).read("score")
+        trainer.train_step()
+        trainer.train_step()
+    (metrics, rows), second = steps_of("remax")[1], steps_of("remax")[2][1]
+    np.testing.assert_array_equal(rows_of.column(rows, "baseline"), np.repeat(rows_of.column(scored, "score"), 2))
+    assert metrics["reward/baseline/mean"] == pytest.approx(rows_of.column(scored, "score").mean())
+    assert "values" not in rows.column_names and not [name for name in metrics if name.startswith("critic/v")]
+    for batch in (rows, second):
+        baselines = rows_of.column(batch, "baseline")
+        given = zip(*(rows_of.split_rows(batch, name) for name in ("advantages", "rewards")), baselines, strict=True)
+        for advantages, rewards, baseline in given:
+            np.testing.assert_allclose(advantages, rewards[::-1].cumsum()[::-1] - baseline, atol=1e-5)
+    assert len(set(rows_of.column(second, "baseline"))) > 1
+
+
+def test_cispo_on_responses_with_a_tool_s_tokens_and_three_passes_of_the_critic(shared: Shared, one_ahead: str) -> None:
+    """A dumped batch with a mask. With a single update all ratios are 1: the loss is -mean(A log pi) of own tokens."""
+    rows = steps_of(one_ahead)[1][1]
+    lengths, random = rows_of.lengths(rows, "response_ids"), np.random.default_rng(0)
+    mask = random.integers(0, 2, lengths.sum())
+    ends = np.cumsum(lengths)
+    mask[ends - lengths] = 1  # each row has an own token
+    mask[ends - 1] = lengths == 1  # and ends with the tool's
+    pq.write_table(rows.append_column("loss_mask", rows_of.ragged(mask, lengths)), "masked.parquet")
+    logged = {}
+    for passes in (1, 3):
+        cispo: dict[str, Any] = {"loss": "cispo", "clip": 1.0, "clip_high": 2.0, "mini_batch": 14, "entropy_coef": 0.0}
+        with shared.trainer(f"masked{passes}", 0, ("masked.parquet",), critic_updates=passes, **cispo) as trainer:
+            trainer.train_step()
+        logged[passes], out = steps_of(f"masked{passes}")[1]
+    own = mask.astype(bool)
+    advantages, logprobs = rows_of.flat(out, "advantages"), rows_of.flat(out, "logprobs")
+    assert not advantages[~own].any() and not rows_of.flat(out, "rewards")[~own].any()
+    last = [start + np.flatnonzero(own[start:end])[-1] for start, end in zip(ends - lengths, ends, strict=True)]
+    np.testing.assert_allclose(rows_of.flat(out, "rewards")[last], rows_of.column(out, "score"), atol=1e-6)
+    for metrics in logged.values():
+        assert metrics["response_length/produced_ratio"] == pytest.approx(own.mean())
+        assert metrics["actor/pg_loss"] == pytest.approx(-(advantages * logprobs)[own].mean(), rel=1e-4)
+    error = (rows_of.flat(out, "returns") - rows_of.flat(out, "values"))[own]
+    assert logged[1]["critic/vf_loss"] == pytest.approx((error**2).mean() / 2, rel=1e-4)
+    assert logged[3]["critic/vf_loss"] < 0.99 * logged[1]["critic/vf_loss"]  # the mean of three, the first as high

@@ -90,19 +90,24 @@ def test_pairs_have_the_gradient_of_torch(tmp_path: Path, layout: Layout) -> Non
         assert report["critic/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
-def test_responses_have_the_gradient_of_torch(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    folder, rows, layout = make_model(tmp_path), random_rows(9), LAYOUTS[0]
-    reports = [found for found in run_ranks(layout.world, one_step, str(folder), layout, "sft", rows) if found]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def summed_loss(model: Any, rows: pa.Table) -> torch.Tensor:
+    """Of a transformers model on all response tokens."""
     total = torch.zeros(())
     for prompt, whole in zip(batch.split_rows(rows, "prompt_ids"), joined(rows), strict=True):
         ids = torch.tensor(whole)[None].long()
         labels = ids.clone()
         labels[:, : len(prompt)] = -100
         total = total + model(ids, labels=labels).loss * (len(whole) - len(prompt))
-    loss = total / batch.lengths(rows, "response_ids").sum()
+    return total
+
+
+def test_responses_have_the_gradient_of_torch(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, rows, layout = make_model(tmp_path), random_rows(9), LAYOUTS[0]
+    reports = [found for found in run_ranks(layout.world, one_step, str(folder), layout, "sft", rows) if found]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    loss = summed_loss(model, rows) / batch.lengths(rows, "response_ids").sum()
     loss.backward()
     norm = torch.stack([param.grad.norm() for param in model.parameters() if param.grad is not None]).norm()
     for report in reports:
@@ -201,3 +206,26 @@ def test_reward_training_resumes_and_exports(tmp_path: Path, monkeypatch: pytest
     gaps = scores[::2] - scores[1::2]
     assert log[4]["val/accuracy"] == pytest.approx((gaps > 0).mean())
     assert log[4]["val/loss"] == pytest.approx(np.log1p(np.exp(-gaps)).mean(), abs=1e-6)
+
+
+def test_supervised_training_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the last loss in the log is the one that transformers has of what comes out."""
+    from transformers import AutoModelForCausalLM
+
+    from megappo.convert.command import Options, convert
+
+    folder = make_folder(tmp_path / "work")
+    monkeypatch.chdir(folder)
+    sums = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(6) for b in range(6)]
+    write(folder / "sums.parquet", sums)
+    small = ("run.steps=12", "run.validate_every=12", "run.save_every=0", "pools.train.devices_per_node=1", "role.pp=1")
+    data = ("data.train=sums.parquet", "data.validation=sums.parquet", "data.batch=12", "lr=3.0e-3")
+    command = Command(folder, *small, *data, words=("sft",))
+    assert command.wait() == 0, command.text
+    log = lines(folder / "run")
+    assert log[12]["val/loss"] < log[0]["val/loss"] / 3 and log[12]["train/loss"] < log[1]["train/loss"] / 3
+    convert(folder / "run", folder / "exported", Options(), lambda text: None)
+    rows = load_responses([folder / "sums.parquet"], make_tiny_model().make_tokenizer(), max_tokens=16).table
+    with torch.no_grad():
+        total = summed_loss(AutoModelForCausalLM.from_pretrained(folder / "exported", dtype=torch.float32), rows)
+    assert log[12]["val/loss"] == pytest.approx(float(total) / batch.lengths(rows, "response_ids").sum(), rel=1e-4)
