@@ -148,7 +148,8 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "eight bits in odd sizes": (
         ("roles.actor.fp8=blockwise", "run.device=cuda"),
-        "roles.actor.fp8: the model at tp 2 has 24 MLP columns a rank, which 16 must divide: set none, or lower tp",
+        "roles.actor.fp8: blockwise at tp 2: the model has 24 MLP columns a rank, which 16 must divide: set none, or "
+        "lower tp",
     ),
     "engine over a node": (
         ("roles.rollout.tp=4", "pools.serve={nodes: 2, devices_per_node: 2}"),
@@ -429,6 +430,16 @@ def test_what_does_not_fit_is_said(project: Project) -> None:
     assert line.endswith("memory_fraction below 0.9 (planned for run.device_profile: of2.yaml)")
     report = project.report("run.device=cuda", "run.device_profile=of2.yaml", "roles.actor.tp=3")
     assert len(report.errors) == 2 and report.warnings == ()  # with mistakes there is nothing to add up
+
+
+def test_a_device_without_products_in_eight_bits_is_named(project: Project) -> None:
+    choice = ("run.device=cuda", "roles.critic.fp8=tensorwise", "roles.critic.tp=1")
+    assert project.report(*choice, "run.device_profile=H100") == Report()
+    (line,) = project.report(*choice, "run.device_profile=A100").warnings
+    assert line == (
+        "roles.critic.fp8: tensorwise needs a device of compute capability 8.9, A100 has 8: set none (planned for "
+        "run.device_profile: A100)"
+    )
 
 
 def test_a_profile_that_is_not_there_is_named(project: Project) -> None:

@@ -65,6 +65,11 @@ def test_mistakes(folder: Path, override: str, message: str) -> None:
     assert any(line.startswith(message.replace("FOLDER", str(folder))) for line in errors), errors
 
 
+def test_mistakes_come_out_together(folder: Path) -> None:
+    _, errors, _ = check_supervised_file("config.yaml", ("run.nope=1", "role.tp=3", "data.train=[]"), "reward-train")
+    assert [line.split(":")[0] for line in errors] == ["run.nope", "role.tp", "role.tp", "data.train"], errors
+
+
 def test_columns_are_the_tasks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "config.yaml", "--for", "reward-train"]) == 0
     assert main(["check", "config.yaml", "--for", "sft"]) == 2

@@ -18,8 +18,8 @@ from megappo.cluster.readiness import late_nodes
 from megappo.config import Config, PoolConfig, load_config
 from megappo.launch import slurm
 from megappo.launch.kuberay import KubeRayOptions, manifest
-from megappo.launch.nodes import place_pools
 from megappo.launch.partitions import UNLIMITED_S, NodeKind, Partition, duration_s, parse_partitions
+from megappo.layout.placement import place_pools
 
 ROOT = Path(__file__).resolve().parent.parent
 SINFO = """\

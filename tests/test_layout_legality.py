@@ -36,12 +36,23 @@ def test_lopsided_pipelines() -> None:
 
 
 def test_sizes_for_eight_bits() -> None:
-    assert list(legality.fp8_problems(Sizes(), 2)) == []  # 32, 16, 32 and 128
-    (line,) = legality.fp8_problems(Sizes(hidden_size=40), 4)
-    assert line == (
-        "fp8: the model at tp 4 has 40 hidden size and 8 query columns a rank, "
-        "which 16 must divide: set none, or lower tp"
-    )
+    def problems(sizes: Sizes, tp: int, fp8: str = "tensorwise", sequence_parallel: bool = False) -> list[str]:
+        return list(legality.fp8_problems(sizes, tp, fp8, sequence_parallel))
+
+    assert problems(Sizes(), 2) == []  # 32, 16, 32 and 128
+    assert problems(Sizes(hidden_size=40), 4) == [
+        "fp8: tensorwise at tp 4: the model has 40 hidden size, which 16 must divide and 8 query columns a rank, which "
+        "16 must divide: set none, or lower tp"
+    ]
+    assert problems(Sizes(hidden_size=40), 4, "none") == []
+    # Transformer Engine's Float8BlockQuantizer.is_quantizable: what is gathered is cut into blocks of 128 both ways.
+    assert problems(Sizes(), 2, "blockwise") == []
+    assert problems(Sizes(), 2, "blockwise", sequence_parallel=True) == [
+        "fp8: blockwise at tp 2: the model has 32 hidden size, which 128 must divide: set none, or set "
+        "sequence_parallel to false"
+    ]
+    assert legality.fp8_multiple("blockwise", True) == 128 and legality.fp8_multiple("blockwise", False) == 16
+    assert legality.fp8_multiple("tensorwise", True) == 16 and legality.fp8_multiple("none", True) == 1
 
 
 def test_legal_sizes() -> None:

@@ -20,6 +20,7 @@ from megappo.cli import main
 from megappo.config import load_config
 from megappo.layout.devices import NUMBERS, PROFILES
 from megappo.layout.generation import PREFILL, WEIGHTS
+from megappo.layout.passes import REDUCE, REPLICAS
 from megappo.plan.command import Options, plan
 from megappo.plan.estimate import Workload, estimate, full_workload, on_nodes
 from megappo.plan.memory import fit_problems, peaks, role_stages
@@ -213,9 +214,25 @@ def test_the_weight_sync_is_the_real_plan(many: Path) -> None:
 
 def test_pools_are_placed_node_by_node(many: Path) -> None:
     pools = "pools={a: {devices_per_node: 4}, b: {devices_per_node: 2}, c: {nodes: 2, devices_per_node: 8}}"
-    found = places(load_config("config.yaml", [pools]), 8)
-    assert found["a"][3] == ("node 0", "3") and found["b"] == [("node 0", "4"), ("node 0", "5")]
-    assert found["c"][0] == ("node 1", "0") and found["c"][15] == ("node 2", "7")
+    found = places(load_config("config.yaml", [pools]), 8)  # the widest first, as a job's nodes are dealt out
+    assert found["c"][0] == ("node 0", "0") and found["c"][15] == ("node 1", "7")
+    assert found["a"][3] == ("node 2", "3") and found["b"] == [("node 2", "4"), ("node 2", "5")]
+    half = places(load_config("config.yaml", ["pools={a: {nodes: 2, devices_per_node: 4}}"]), 8)
+    assert half["a"][3:5] == [("node 0", "3"), ("node 1", "0")]  # two nodes of a pool are never one machine
+
+
+def test_replicas_on_halves_of_two_nodes_exchange_over_the_network(one: Path) -> None:
+    """Whatever the width of another pool's nodes is."""
+    pools = "pools={a: {nodes: 2, devices_per_node: 4}, b: {nodes: 2, devices_per_node: 8}}"
+    roles = [
+        f"roles.{role}.pool={pool}" for role, pool in dict(actor="a", critic="b", reference="b", rollout="b").items()
+    ]
+    config = load_config("config.yaml", [pools, *roles])
+    device = on_nodes(config, PROFILES["H200"])
+    phases = estimate(config, device, full_workload(config), rough_sync(config, device)).phases
+    steps = full_workload(config).sequences / config.ppo.mini_batch
+    moved = (4 + 2) * 494_032_768 * 7 / 8  # float32 gradients out, bfloat16 weights back
+    assert phases["update_actor"].parts[REPLICAS] == pytest.approx(steps * moved / (45e9 * REDUCE), rel=1e-3)
 
 
 def test_a_run_logs_what_was_predicted(one: Path) -> None:

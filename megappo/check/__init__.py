@@ -41,10 +41,7 @@ def check_file(
         config = load_config(path, overrides)
     except ConfigError as error:
         rest = check(error.partial, planning=planning) if error.partial else Report()
-        # What a refused value made look wrong is not reported a second time.
-        errors = tuple(line for line in rest.errors if line.split(":")[0] not in error.doubtful)
-        warnings = tuple(line for line in rest.warnings if line.split(":")[0] not in error.doubtful)
-        return None, Report((*error.problems, *errors), warnings)
+        return None, Report((*error.problems, *error.news(rest.errors)), error.news(rest.warnings))
     return config, check(config, planning=planning)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from megappo.check.findings import Advice, under
 from megappo.check.lora import lora_findings
+from megappo.check.megatron import eight_bit_findings, size_findings
 from megappo.config import TRAINED, Config, MegatronRoleConfig
 from megappo.layout import legality
 from megappo.models.parameters import vllm_vocabulary
@@ -37,18 +38,8 @@ def layout_findings(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[
     """Parallel sizes against models and pools."""
     for name, role in config.roles.megatron.items():
         spec, pool = specs.get(config.model_folder(name)), config.pools.get(role.pool)
-        prefix = f"roles.{name}"
-        if spec:
-            yield from under(prefix, legality.megatron_model_problems(spec, role.tp, role.pp, role.vpp), ".")
-            for line in legality.pipeline_warnings(spec, role.pp, role.vpp):
-                yield Advice(f"{prefix}.{line}")
-        sizes = legality.megatron_size_problems(role.tp, role.sequence_parallel, role.pp, role.vpp)
-        yield from under(prefix, sizes, ".")
+        yield from size_findings(f"roles.{name}", role, spec, pool)
         if pool:
-            shape = (pool.nodes, pool.devices_per_node)
-            yield from under(prefix, legality.megatron_pool_problems(role.tp, role.pp, *shape), ".")
-            for line in legality.megatron_pool_warnings(role.tp, *shape):
-                yield Advice(f"{prefix}.{line}")
             ranks = pool.devices // (role.tp * role.pp)
             rows = config.data.prompts_per_step * config.roles.rollout.samples_per_prompt
             if rows < ranks and name not in TRAINED:
@@ -98,13 +89,9 @@ def memory_findings(config: Config, specs: Mapping[str, ModelSpec]) -> Iterator[
     """What a role trades for memory: adapters, 8-bit products, recomputed activations, memory that leaves at times."""
     rollout = config.roles.rollout.pool
     for name, role in config.roles.megatron.items():
-        if role.fp8 != "none":
-            if config.run.device == "cpu" or config.run.dtype != "bfloat16":
-                wanted = f"run.device {config.run.device} and run.dtype {config.run.dtype}"
-                yield f"roles.{name}.fp8: {role.fp8} needs CUDA and bfloat16, not {wanted}: set none, or these"
-            if spec := specs.get(config.model_folder(name)):
-                yield from under(f"roles.{name}", legality.fp8_problems(spec, role.tp), ".")
-        yield from lora_findings(f"roles.{name}", role, specs.get(config.model_folder(name)), trains=name in TRAINED)
+        spec = specs.get(config.model_folder(name))
+        yield from eight_bit_findings(f"roles.{name}", role, spec, config.run)
+        yield from lora_findings(f"roles.{name}", role, spec, trains=name in TRAINED)
         if role.recompute != "none" and name not in TRAINED:
             yield Advice(f"roles.{name}.recompute: {role.recompute} has no effect, as it never trains: leave it out")
         others = [other for other, its in config.roles.megatron.items() if its.pool == role.pool and other != name]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megappo.check.findings import Advice
-from megappo.config import Config, Devices, SupervisedConfig
+from megappo.config import Config, Devices, MegatronRoleConfig, SupervisedConfig
 from megappo.fit import Device, DeviceTooSmall
 from megappo.fit_given import check_training_fit
 from megappo.layout.memory import CONTEXT
 from megappo.plan.memory import fit_problems
 from megappo.plan.profile import DeviceProfile, ProfileError, load_profile
+
+EIGHT_BITS = {"tensorwise": 8.9, "blockwise": 9.0}
+"""The least compute capability for which Transformer Engine has products in 8 bits."""
 
 
 def fit_findings(config: Config) -> Iterator[str]:
@@ -18,7 +21,8 @@ def fit_findings(config: Config) -> Iterator[str]:
 
     It is advice: only the run sees the devices that it gets, and then refuses what does not fit.
     """
-    yield from _findings(config, lambda device: fit_problems(config, device))
+    roles = {f"roles.{name}": role for name, role in config.roles.megatron.items()}
+    yield from _findings(config, lambda device: (*_eight_bit_problems(roles, device), *fit_problems(config, device)))
 
 
 def training_fit_findings(config: SupervisedConfig, role: str) -> Iterator[str]:
@@ -33,8 +37,8 @@ def training_fit_findings(config: SupervisedConfig, role: str) -> Iterator[str]:
         try:
             check_training_fit(config, role, [empty] * config.pools[config.role.pool].devices)
         except DeviceTooSmall as error:
-            return error.problems
-        return ()
+            return (*_eight_bit_problems({"role": config.role}, device), *error.problems)
+        return tuple(_eight_bit_problems({"role": config.role}, device))
 
     yield from _findings(config, problems)
 
@@ -49,3 +53,12 @@ def _findings(config: Devices, problems: Callable[[DeviceProfile], Sequence[str]
         return
     for problem in problems(device):
         yield Advice(f"{problem} (planned for run.device_profile: {config.run.device_profile})")
+
+
+def _eight_bit_problems(roles: Mapping[str, MegatronRoleConfig], device: DeviceProfile) -> Iterator[str]:
+    for key, role in roles.items():
+        if device.compute_capability < (needed := EIGHT_BITS.get(role.fp8, 0.0)):
+            yield (
+                f"{key}.fp8: {role.fp8} needs a device of compute capability {needed}, {device.name} has "
+                f"{device.compute_capability:g}: set none"
+            )

@@ -11,7 +11,7 @@ from typing import Any
 
 from megappo.check.findings import Advice, shown, under
 from megappo.check.remote_folder import remote_folder_findings
-from megappo.config import Config, ConfigError, load_config
+from megappo.config import Config, ConfigError, RunConfig, load_config
 
 FIXED_ON_RESUME = (
     "run.seed",
@@ -37,12 +37,7 @@ TRACKER_PACKAGES = {"mlflow": "mlflow-skinny"}
 def run_findings(config: Config) -> Iterator[str]:
     """The run folder, its trackers, and a run that it may hold."""
     run, folder = config.run, config.run.folder
-    yield from remote_folder_findings(run)
-    yield from under("run.work_dir" if run.work_dir else "run.dir", run_folder_problems(folder))
-    for tracker in run.trackers:
-        if not is_installed(tracker):
-            package = TRACKER_PACKAGES.get(tracker, tracker)
-            yield f"run.trackers: {tracker} is not installed: pip install {package}, or leave it out"
+    yield from place_findings(run)
     steps = checkpoint_steps(folder)
     if not steps:
         return
@@ -67,6 +62,16 @@ def run_findings(config: Config) -> Iterator[str]:
             f"run.steps: {run.steps} steps are done, as {folder} has a checkpoint of step {steps[-1]}: "
             "raise run.steps, or choose another run.dir"
         )
+
+
+def place_findings(run: RunConfig) -> Iterator[str]:
+    """Where any run leaves things: its folder, here and away from here, and its trackers."""
+    yield from remote_folder_findings(run)
+    yield from under("run.work_dir" if run.work_dir else "run.dir", run_folder_problems(run.folder))
+    for tracker in run.trackers:
+        if not is_installed(tracker):
+            package = TRACKER_PACKAGES.get(tracker, tracker)
+            yield f"run.trackers: {tracker} is not installed: pip install {package}, or leave it out"
 
 
 def is_installed(module: str) -> bool:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megappo.check.findings import Advice, shown, under
 from megappo.check.lora import lora_findings
+from megappo.check.megatron import eight_bit_findings, size_findings
 from megappo.check.memory import training_fit_findings
 from megappo.check.model_files import has_chat_template, tokenizer_problems, weight_problems
 from megappo.check.prompt_files import read_columns
-from megappo.check.remote_folder import remote_folder_findings
-from megappo.check.run_folder import checkpoint_steps, differences, run_folder_problems
+from megappo.check.run_folder import checkpoint_steps, differences, place_findings
 from megappo.config import ConfigError, SupervisedConfig, Task, load_supervised
-from megappo.layout import legality
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
 
 COLUMNS: dict[Task, tuple[str, ...]] = {
@@ -35,7 +33,9 @@ def check_supervised_file(
     try:
         config = load_supervised(path, overrides)
     except ConfigError as error:
-        return None, error.problems, ()
+        found = error.news(supervised_findings(error.partial, task)) if error.partial else ()
+        errors = tuple(line for line in found if not isinstance(line, Advice))
+        return None, (*error.problems, *errors), tuple(line for line in found if isinstance(line, Advice))
     findings = list(supervised_findings(config, task))
     if all(isinstance(line, Advice) for line in findings):
         findings += training_fit_findings(config, "reward" if task == "reward-train" else "actor")
@@ -85,26 +85,12 @@ def _model_findings(config: SupervisedConfig, task: Task, spec: ModelSpec) -> It
 
 def _pool_findings(config: SupervisedConfig, spec: ModelSpec | None) -> Iterator[str]:
     role, pool = config.role, config.pools.get(config.role.pool)
-    if spec is not None:
-        yield from under("role", legality.megatron_model_problems(spec, role.tp, role.pp, role.vpp), ".")
-        for line in legality.pipeline_warnings(spec, role.pp, role.vpp):
-            yield Advice(f"role.{line}")
-    sizes = legality.megatron_size_problems(role.tp, role.sequence_parallel, role.pp, role.vpp)
-    yield from under("role", sizes, ".")
-    if role.fp8 != "none":
-        if config.run.device == "cpu" or config.run.dtype != "bfloat16":
-            wanted = f"run.device {config.run.device} and run.dtype {config.run.dtype}"
-            yield f"role.fp8: {role.fp8} needs CUDA and bfloat16, not {wanted}: set none, or these"
-        if spec is not None:
-            yield from under("role", legality.fp8_problems(spec, role.tp), ".")
+    yield from size_findings("role", role, spec, pool)
+    yield from eight_bit_findings("role", role, spec, config.run)
     yield from lora_findings("role", role, spec, trains=True)
     if pool is None:
         yield f"role.pool: {role.pool!r} is not a pool: pools are {', '.join(config.pools) or 'none'}"
         return
-    shape = (pool.nodes, pool.devices_per_node)
-    yield from under("role", legality.megatron_pool_problems(role.tp, role.pp, *shape), ".")
-    for line in legality.megatron_pool_warnings(role.tp, *shape):
-        yield Advice(f"role.{line}")
     for name in config.pools:
         if name != role.pool:
             yield f"pools.{name}: is not the pool of the one role, {role.pool}: leave it out"
@@ -140,11 +126,7 @@ def _data_findings(config: SupervisedConfig, task: Task) -> Iterator[str]:
 def supervised_folder_findings(config: SupervisedConfig) -> Iterator[str]:
     """The run folder, its trackers, and a run that it may hold."""
     run, folder = config.run, config.run.folder
-    yield from remote_folder_findings(run)
-    yield from under("run.work_dir" if run.work_dir else "run.dir", run_folder_problems(folder))
-    for tracker in run.trackers:
-        if importlib.util.find_spec(tracker) is None:
-            yield f"run.trackers: {tracker} is not installed: pip install {tracker}, or leave it out"
+    yield from place_findings(run)
     if run.keep_best is not None:
         yield "run.keep_best: is for PPO only: leave it out, and keep as many of run.keep_checkpoints as you need"
     steps = checkpoint_steps(folder)

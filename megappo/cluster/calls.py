@@ -200,6 +200,8 @@ class Calls:
         also = f"\nthen also failed: {', '.join(others)}" if others else ""
         if cause.died:
             headline = f"{cause.call.place} died in {cause.call.method} (killed, or out of memory?): {cause.text}"
+        elif cause.broke_device:
+            headline = f"{cause.call.place}: its device broke in {cause.call.method}:\n{cause.text}"
         else:
             headline = f"{cause.call.place} failed in {cause.call.method}:\n{cause.text}"
         message = f"{headline}\nsee {cause.call.place.log}{also}"
@@ -213,6 +215,20 @@ class Calls:
 
 _DEATH, _OWN_ERROR, _BROKEN = range(3)
 
+BROKEN_BY_OTHERS = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL error", "OwnerDied"),
+    *("Timed out waiting", "Watchdog caught collective operation timeout", "TransferError:"),
+)
+"""What failures say whose cause is another rank's."""
+DEVICE_FAULTS = tuple(
+    f"CUDA error: {fault}"
+    for fault in (
+        *("uncorrectable ECC error", "uncorrectable NVLink error", "hardware stack error"),
+        *("unspecified launch failure", "unknown error"),
+    )
+)
+"""What failures say of a device that broke: as good as a death, since another may be had, or this one after a reset."""
+
 
 @dataclass(frozen=True)
 class _Failure:
@@ -221,13 +237,16 @@ class _Failure:
     died: bool
 
     @property
+    def broke_device(self) -> bool:
+        """Whether it is the device's rather than the program's."""
+        return any(sign in self.text for sign in DEVICE_FAULTS)
+
+    @property
     def rank(self) -> int:
         """Lower is likelier the cause: a death, then an error of its own, then a connection that others broke."""
-        broken = (
-            *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL error", "OwnerDied"),
-            *("Timed out waiting", "Watchdog caught collective operation timeout", "TransferError:"),
-        )
-        return _DEATH if self.died else _BROKEN if any(sign in self.text for sign in broken) else _OWN_ERROR
+        if self.died or self.broke_device:
+            return _DEATH
+        return _BROKEN if any(sign in self.text for sign in BROKEN_BY_OTHERS) else _OWN_ERROR
 
 
 def _table(sights: Sequence[Sight]) -> str:

@@ -97,7 +97,6 @@ def has_own_ray() -> bool:
 def start_ray(config: Devices) -> None:
     """Start Ray on this machine, or connect to a cluster; see :func:`has_own_ray`."""
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if not has_own_ray():
         ray.init(**quiet)
         return
@@ -130,6 +129,13 @@ def reserve_pools(config: Devices, timeout_s: float, *, fixed: bool) -> Mapping[
         PoolError: not all come within ``timeout_s``; names the pools and what the cluster has.
     """
     on_cuda = config.run.device == "cuda"
+    if fixed and on_cuda:
+        for name, pool in config.pools.items():
+            if pool.nodes > 1:
+                raise PoolError(
+                    f"pools.{name}.nodes: {pool.nodes}, and this is one machine: give "
+                    f"{{nodes: 1, devices_per_node: {pool.devices}}}, or name a Ray cluster by RAY_ADDRESS"
+                )
     wanted = sum(pool.devices for pool in config.pools.values())
     has = int(ray.cluster_resources().get("GPU", 0))
     if fixed and on_cuda and has < wanted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -30,6 +30,10 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
         self.partial = partial
         self.doubtful = frozenset(doubtful)
+
+    def news(self, findings: Iterable[str]) -> tuple[str, ...]:
+        """What was found of ``partial``, less what a refused value made look wrong."""
+        return tuple(line for line in findings if line.split(":")[0] not in self.doubtful)
 
 
 @dataclass(frozen=True, kw_only=True)

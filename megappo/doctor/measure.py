@@ -58,6 +58,9 @@ def measure_device(matrix: int | None = None, copied: int | None = None) -> dict
     rates["network_gb_s"] = known.network_gb_s if known else 1.0
     sources["network_gb_s"] = "not measured: megappo doctor CONFIG measures it between nodes"
     count = torch.cuda.device_count() if on_cuda else 1
+    if on_cuda:
+        major, minor = torch.cuda.get_device_capability()
+        rates["compute_capability"], sources["compute_capability"] = major + minor / 10, "as the device tells"
     rounded = {key: float(f"{value:.4g}") for key, value in rates.items()}
     return {"name": name, **rounded, "devices_per_node": count, "sources": sources}
 

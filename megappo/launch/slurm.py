@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.config import Config, dump_config
-from megappo.launch.nodes import PIN_POOLS, place_pools
+from megappo.launch.nodes import PIN_POOLS
 from megappo.launch.partitions import Partition, duration_s
+from megappo.layout.placement import place_pools
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "launch" / "slurm"
 LOCAL_FILE_SYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}

@@ -23,6 +23,7 @@ class DeviceProfile:
         node_gb_s: to another device of its node, each way.
         network_gb_s: of its share of the node's network, each way.
         devices_per_node: in a full node.
+        compute_capability: CUDA's, which products in 8 bits depend on.
         engine_step_ms, engine_sequence_us: time of the host's processor in one step of vLLM's Python scheduler and
             sampler: fixed, and for each sequence decoded. They depend on the host more than on the device.
         sources: where the numbers come from, by field.
@@ -36,6 +37,7 @@ class DeviceProfile:
     node_gb_s: float
     network_gb_s: float
     devices_per_node: int = 8
+    compute_capability: float = 9.0
     engine_step_ms: float = 2.0
     engine_sequence_us: float = 20.0
     sources: Mapping[str, str] | None = None
@@ -71,6 +73,7 @@ _H200 = {
     "host_gb_s": "measured: copy to pinned memory",
     "node_gb_s": "measured: NCCL between two devices over NVLink (data sheet: 450)",
     "network_gb_s": _NETWORK,
+    "compute_capability": "as CUDA reports it",
     "engine_step_ms": "measured: vLLM 0.26 with CUDA graphs, 11 to 25 ms a step of 512 sequences, by host",
     "engine_sequence_us": "measured: the same",
 }
@@ -110,6 +113,7 @@ PROFILES: Mapping[str, DeviceProfile] = {
         host_gb_s=25.0,
         node_gb_s=245.0,
         network_gb_s=22.5,
+        compute_capability=8.0,
         sources={
             **dict.fromkeys(_H200, "measured on an H200's host"),
             "memory_gib": "data sheet (SXM, 80 GB), less what the driver keeps",
@@ -118,6 +122,7 @@ PROFILES: Mapping[str, DeviceProfile] = {
             "host_gb_s": "PCIe 4 x16: 32, at the 80% that an H200 reaches of PCIe 5",
             "node_gb_s": "data sheet: 300, at the 82% that an H200 reaches",
             "network_gb_s": "90% of a 200 Gbit/s port for each device, not measured",
+            "compute_capability": "data sheet",
         },
     ),
 }

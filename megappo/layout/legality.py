@@ -84,22 +84,36 @@ def pipeline_warnings(model: ModelSizes, pp: int, vpp: int = 1) -> Iterator[str]
         )
 
 
-FP8_MULTIPLE = 16
-"""Matrix products in 8 bits take sizes that this divides."""
+FP8_MULTIPLE, FP8_BLOCK = 16, 128
+"""Matrix products in 8 bits take sizes that the first divides; what is gathered in blocks with a scale, the second."""
 
 
-def fp8_problems(model: ModelSizes, tp: int) -> Iterator[str]:
-    """What keeps the layers' matrix products from running in 8 bits."""
+def fp8_multiple(fp8: str, sequence_parallel: bool) -> int:
+    """What must divide the tokens of one rank's products (1 if they are not in 8 bits).
+
+    Under sequence parallelism Transformer Engine gathers inputs in 8 bits: whole blocks, where each has its scale.
+    """
+    return 1 if fp8 == "none" else FP8_BLOCK if fp8 == "blockwise" and sequence_parallel else FP8_MULTIPLE
+
+
+def fp8_problems(model: ModelSizes, tp: int, fp8: str, sequence_parallel: bool) -> Iterator[str]:
+    """What keeps the layers' matrix products from running in 8 bits, if they are to."""
+    if fp8 == "none":
+        return
+    multiple = fp8_multiple(fp8, sequence_parallel)
     sizes = {
-        "hidden size": model.hidden_size,
-        "query columns a rank": model.num_heads * model.head_dim // tp,
-        "query, key and value columns a rank": (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // tp,
-        "MLP columns a rank": model.ffn_hidden_size // tp,
+        "hidden size": (model.hidden_size, multiple),
+        "query columns a rank": (model.num_heads * model.head_dim // tp, FP8_MULTIPLE),
+        "query, key and value columns a rank": (
+            (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // tp,
+            FP8_MULTIPLE,
+        ),
+        "MLP columns a rank": (model.ffn_hidden_size // tp, FP8_MULTIPLE),
     }
-    odd = [f"{size} {what}" for what, size in sizes.items() if size % FP8_MULTIPLE]
+    odd = [f"{size} {what}, which {divisor} must divide" for what, (size, divisor) in sizes.items() if size % divisor]
     if odd:
-        wanted = f"which {FP8_MULTIPLE} must divide"
-        yield f"fp8: the model at tp {tp} has {' and '.join(odd)}, {wanted}: set none, or lower tp"
+        way = "set sequence_parallel to false" if multiple == FP8_BLOCK else "lower tp"
+        yield f"fp8: {fp8} at tp {tp}: the model has {' and '.join(odd)}: set none, or {way}"
 
 
 def megatron_pool_problems(tp: int, pp: int, nodes: int, devices_per_node: int) -> Iterator[str]:

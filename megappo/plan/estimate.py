@@ -79,6 +79,11 @@ def on_nodes(config: Config, device: DeviceProfile) -> DeviceProfile:
     return replace(device, devices_per_node=max(spread) if spread else max(device.devices_per_node, widest))
 
 
+def in_pool(config: Config, pool: str, device: DeviceProfile) -> DeviceProfile:
+    """The device among as many neighbours as the pool has on a node."""
+    return replace(device, devices_per_node=config.pools[pool].devices_per_node)
+
+
 def estimate(config: Config, device: DeviceProfile, work: Workload, sync: Phase) -> Estimate:
     """Predict a step.
 
@@ -86,7 +91,7 @@ def estimate(config: Config, device: DeviceProfile, work: Workload, sync: Phase)
         sync: of the weights; see :func:`megappo.plan.sync.weight_sync`.
     """
     phases = {
-        GENERATE: rollout_phase(config, device, work),
+        GENERATE: rollout_phase(config, in_pool(config, config.roles.rollout.pool, device), work),
         **engine_rest_phases(config, device),
         ADVANTAGES: Phase({"the driver": ADVANTAGE_S * work.tokens}),
         SYNC: sync,
@@ -94,7 +99,7 @@ def estimate(config: Config, device: DeviceProfile, work: Workload, sync: Phase)
     for name, role in config.roles.megatron.items():
         spec, layout = read_model_spec(config.model_folder(name)), role_layout(config, name)
         memory = stage_memory(config, name, role, layout, 0, spec)  # no other has more weights
-        plain = role_phases(config, name, role, layout, spec, device, work)
+        plain = role_phases(config, name, role, layout, spec, in_pool(config, role.pool, device), work)
         phases |= with_offload(config, name, role.offload, memory, plain, device, work)
     pools = {name: role.pool for name, role in config.roles.megatron.items()}
     if config.reference_is_base:

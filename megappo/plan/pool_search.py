@@ -142,7 +142,7 @@ class PoolSearch:
         recomputes: tuple[Recompute, ...] = ("none", "selective", "full") if name in UPDATES else ("none",)
         budgets = sorted({max(given.micro_batch_tokens // part, longest) for part in (1, 4)}, reverse=True)
         for tp in megatron_tp(spec):
-            if tp > self.per_node or devices % tp or (given.fp8 != "none" and list(fp8_problems(spec, tp))):
+            if tp > self.per_node or devices % tp or list(fp8_problems(spec, tp, given.fp8, tp > 1)):
                 continue
             for pp in divisors(devices // tp):
                 layout = Layout(tp=tp, pp=pp, dp=devices // (tp * pp), sequence_parallel=tp > 1)

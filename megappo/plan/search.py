@@ -9,6 +9,7 @@ from typing import Any
 
 from megappo.config import Config, PoolConfig
 from megappo.layout.devices import DeviceProfile
+from megappo.layout.placement import place_pools
 from megappo.layout.timeline import step_seconds
 from megappo.plan.estimate import Estimate, Workload, estimate
 from megappo.plan.memory import fit_problems
@@ -124,15 +125,11 @@ def splits(devices: int, pools: int, per_node: int) -> Iterator[tuple[int, ...]]
 def _fit_nodes(sizes: Sequence[int], devices: int, per_node: int) -> bool:
     if any(size > per_node and size % per_node for size in sizes):
         return False
-    nodes = [per_node] * -(-devices // per_node)
-    for size in sorted(sizes, reverse=True):
-        for _ in range(max(size // per_node, 1)):
-            part = min(size, per_node)
-            at = next((at for at, free in enumerate(nodes) if free >= part), None)
-            if at is None:
-                return False
-            nodes[at] -= part
-    return True
+    pools = {
+        str(at): PoolConfig(nodes=-(-size // per_node), devices_per_node=min(size, per_node))
+        for at, size in enumerate(sizes)
+    }
+    return len(place_pools(pools, per_node)) <= -(-devices // per_node)
 
 
 def as_config(config: Config, search: PoolSearch, split: Split) -> Config:

@@ -9,6 +9,7 @@ from megappo.config import Config
 from megappo.fit import item_bytes, role_layout, rollout_memory
 from megappo.layout.devices import DeviceProfile
 from megappo.layout.memory import GIB
+from megappo.layout.placement import place_pools
 from megappo.layout.timeline import Phase
 from megappo.models.spec import read_model_spec, with_lora
 from megappo.reshard.actor_to_rollout import TransferSpec
@@ -57,21 +58,14 @@ def planned_transfer(config: Config, device: DeviceProfile) -> TransferSpec:
 
 
 def places(config: Config, devices_per_node: int) -> dict[str, Places]:
-    """(machine, device) of each rank of each pool: pool after pool, each of its nodes on the first with room for it."""
-    free: list[int] = []
-    out: dict[str, Places] = {}
-    for name, pool in config.pools.items():
-        found: list[tuple[str, str]] = []
-        size = max(devices_per_node, pool.devices_per_node)
-        for _ in range(pool.nodes):
-            node = next((at for at, left in enumerate(free) if left >= pool.devices_per_node), len(free))
-            if node == len(free):
-                free.append(size)
-            first = size - free[node]
-            found += [(f"node {node}", str(first + at)) for at in range(pool.devices_per_node)]
-            free[node] -= pool.devices_per_node
-        out[name] = found
-    return out
+    """(machine, device) of each rank of each pool, on machines with so many devices, or as many as the widest pool."""
+    width = max(devices_per_node, *(pool.devices_per_node for pool in config.pools.values()))
+    out: dict[str, list[tuple[str, str]]] = {name: [] for name in config.pools}
+    for node, names in enumerate(place_pools(config.pools, width)):
+        devices = iter(range(width))
+        for name in names:
+            out[name] += [(f"node {node}", str(next(devices))) for _ in range(config.pools[name].devices_per_node)]
+    return dict(out)
 
 
 def rough_sync(config: Config, device: DeviceProfile) -> Phase:

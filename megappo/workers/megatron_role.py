@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megappo.data import batch
 from megappo.data.sequences import ending_rows
-from megappo.layout.legality import FP8_MULTIPLE
+from megappo.layout.legality import fp8_multiple
 from megappo.models.adapters import adapters_off, freeze
 from megappo.models.build import build_model, chunks_of
 from megappo.models.language_head import LanguageHead
@@ -272,7 +272,7 @@ class MegatronRole:
         return make_micro_batches(
             rows,
             token_budget=self.settings.micro_batch_tokens,
-            multiple=split * (FP8_MULTIPLE if config.fp8 else 1),
+            multiple=split * fp8_multiple(self.settings.fp8, config.sequence_parallel),
             columns=columns,
             device=device(),
             unit=unit,

@@ -1,0 +1,63 @@
+"""Who is to blame when several calls fail, and whether starting over can help; pools that cannot come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from megappo.cluster.calls import Call, Calls, Place, WorkerFailed, WorkerLost, _Failure
+from megappo.cluster.pools import PoolError, reserve_pools
+from megappo.config import PoolConfig, RunConfig
+
+
+@dataclass(frozen=True)
+class RunAndPools:
+    run: RunConfig
+    pools: dict[str, PoolConfig]
+
+
+def failure(rank: int, text: str, died: bool = False) -> _Failure:
+    place = Place("actor", rank, "train", f"10.0.0.{rank}", f"logs/train-rank{rank}.log")
+    return _Failure(Call(place, "update", cast(Any, None)), text, died)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered",
+        "RuntimeError: CUDA error: unspecified launch failure\nCUDA kernel errors might be reported asynchronously",
+    ],
+)
+def test_a_device_that_broke_is_a_loss_and_the_cause(text: str) -> None:
+    error = Calls(1.0)._blame([failure(0, "DistBackendError: NCCL error in: ..."), failure(1, text)])
+    assert isinstance(error, WorkerLost) and not error.died  # starting over may help; the process itself lives
+    assert str(error).startswith("actor rank 1 (pool train, node 10.0.0.1): its device broke in update:\n" + text)
+    assert str(error).endswith("then also failed: actor rank 0 (pool train, node 10.0.0.0)")
+
+
+def test_an_error_of_the_program_is_none() -> None:
+    wrong = "RuntimeError: CUDA error: device-side assert triggered"
+    error = Calls(1.0)._blame([failure(0, "NCCL error: connection closed"), failure(1, wrong)])
+    assert isinstance(error, WorkerFailed) and not isinstance(error, WorkerLost)
+    assert str(error).startswith("actor rank 1 (pool train, node 10.0.0.1) failed in update:")
+
+
+def test_a_death_is_a_loss_of_who_died() -> None:
+    dead = failure(1, "The actor is dead", died=True)
+    error = Calls(1.0)._blame([dead])
+    assert isinstance(error, WorkerLost) and error.died == {dead.call.place}
+
+
+def test_one_machine_is_not_two_nodes(tmp_path: Path) -> None:
+    """Nothing would ever come that could be waited for."""
+    nodes = {"train": PoolConfig(nodes=2, devices_per_node=4), "serve": PoolConfig(devices_per_node=1)}
+    config = RunAndPools(RunConfig(dir=str(tmp_path), steps=1), nodes)
+    with pytest.raises(PoolError) as caught:
+        reserve_pools(config, 1.0, fixed=True)
+    assert str(caught.value) == (
+        "pools.train.nodes: 2, and this is one machine: give {nodes: 1, devices_per_node: 8}, or name a Ray cluster by "
+        "RAY_ADDRESS"
+    )
