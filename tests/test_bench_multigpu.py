@@ -25,7 +25,7 @@ def test_every_part_comes_to_its_table(tmp_path: Path) -> None:
         for stat in ("pg_loss / one rank's", "grad_norm / one rank's"):
             assert row.get(stat, 1.0) == pytest.approx(1.0, abs=1e-4), row
     assert [row["layout"] for row in layouts] == [
-        *("tp1 pp1 dp2", "tp1 pp2 dp1", "tp2 pp1 dp1", "tp2 pp1 dp1 sp"),
+        *("tp1 pp1 dp2", "tp1 pp2 dp1 vpp2", "tp1 pp2 dp1", "tp2 pp1 dp1", "tp2 pp1 dp1 sp"),
         "tp1 pp1 dp2, with tp2 pp1 dp1 sp in the same processes",
         "tp1 pp1 dp2, saved and loaded as tp2 pp1 dp1 sp",
     ]

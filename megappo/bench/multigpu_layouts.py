@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from megappo.bench.ranks import on_ranks
 from megappo.bench.table import BenchError
 from megappo.config import PPOConfig
 from megappo.data import batch
+from megappo.layout.legality import megatron_vpp
 from megappo.layout.mesh import Layout
-from megappo.models.spec import read_model_spec
+from megappo.models.spec import ModelSpec, read_model_spec
 
 SEQUENCES, LENGTH, TOKENS = 16, 96, 512
 RATE = 1e-5
@@ -36,19 +38,24 @@ def measure(model: Path, world: int) -> list[dict[str, float | str]]:
     Raises:
         BenchError: a layout gives other numbers.
     """
-    chosen = list(layouts(world, read_model_spec(model).num_kv_heads))
+    chosen = list(layouts(world, read_model_spec(model)))
     (alone,) = on_ranks(1, run_layouts, str(model), [Layout()])
     found = on_ranks(world, run_layouts, str(model), chosen)
     merged = {name: _merge([answer[name] for answer in found]) for name in found[0]}
     return [_compare(name, numbers, _merge([alone["1"]])) for name, numbers in merged.items()]
 
 
-def layouts(world: int, kv_heads: int) -> Iterator[Layout]:
-    """All ways to split so many ranks, tensor parallelism with and without sequence parallelism."""
-    for tp in (size for size in (1, 2, 4, 8) if world % size == 0 and kv_heads % size == 0):
+def layouts(world: int, spec: ModelSpec) -> Iterator[Layout]:
+    """All ways to split so many ranks: tensor parallelism with and without sequence parallelism, pipelines of one chunk
+    a stage and of two."""
+    for tp in (size for size in (1, 2, 4, 8) if world % size == 0 and spec.num_kv_heads % size == 0):
         for pp in (size for size in (1, 2, 4, 8) if world // tp % size == 0):
-            for sequence_parallel in (False, True)[: 1 + (tp > 1)]:
-                yield Layout(tp=tp, pp=pp, dp=world // tp // pp, sequence_parallel=sequence_parallel)
+            plain = Layout(tp=tp, pp=pp, dp=world // tp // pp)
+            if pp > 1 and 2 in megatron_vpp(spec, pp):
+                yield replace(plain, vpp=2)
+            yield plain
+            if tp > 1:
+                yield replace(plain, sequence_parallel=True)
 
 
 def run_layouts(model: str, chosen: Sequence[Layout]) -> dict[str, Numbers]:
@@ -56,8 +63,12 @@ def run_layouts(model: str, chosen: Sequence[Layout]) -> dict[str, Numbers]:
     checkpoint in the other. Ranks that report nothing have empty answers."""
     answers: dict[str, Numbers] = {}
     for layout in chosen:
+        before = _outside_torch()
         role = make_role(model, layout)
-        answers[layout.describe() if layout.world > 1 else "1"] = _numbers(role)
+        numbers = _numbers(role)
+        if before:
+            numbers["memory"] = {dist.get_rank(): _outside_torch() - before}
+        answers[layout.describe() if layout.world > 1 else "1"] = numbers
         del role
         gc.collect()
     if len(chosen) > 1:
@@ -78,6 +89,14 @@ def run_layouts(model: str, chosen: Sequence[Layout]) -> dict[str, Numbers]:
 def make_role(model: str, layout: Layout) -> Any:
     """The actor at a layout, with its optimizer."""
     return training.make_role(Path(model), TOKENS, layout=layout)
+
+
+def _outside_torch() -> int:
+    """Bytes of this process's GPU that torch's allocator does not hold: CUDA's own, and NCCL's for its groups."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 def _rows(role: Any) -> Any:
@@ -131,6 +150,8 @@ def _compare(name: str, found: Numbers, wanted: Numbers) -> dict[str, float | st
             near = NEAR["bfloat16" if torch.cuda.is_available() else "float32"]
             if not gaps.mean() < near:
                 raise BenchError(f"{name}, {moment} the update: log-probabilities differ by {gaps.mean():.3g} nats")
+    if "memory" in found:
+        row["more outside torch, MiB"] = max(found["memory"].values()) / 2**20
     for stat in ("actor/pg_loss", "actor/grad_norm") if "stats" in found else ():
         row[f"{stat.split('/')[1]} / one rank's"] = found["stats"][stat] / wanted["stats"][stat]
     return row
