@@ -63,11 +63,11 @@ def run_layouts(model: str, chosen: Sequence[Layout]) -> dict[str, Numbers]:
     checkpoint in the other. Ranks that report nothing have empty answers."""
     answers: dict[str, Numbers] = {}
     for layout in chosen:
-        before = _outside_torch()
+        taken = _outside_torch()
         role = make_role(model, layout)
         numbers = _numbers(role)
-        if before:
-            numbers["memory"] = {dist.get_rank(): _outside_torch() - before}
+        if taken:
+            numbers["memory"] = {dist.get_rank(): _outside_torch() - taken}
         answers[layout.describe() if layout.world > 1 else "1"] = numbers
         del role
         gc.collect()
