@@ -18,7 +18,7 @@ from test_run_folder import config
 from megappo import cli
 from megappo.checkpoints import Checkpoints
 from megappo.data.arithmetic import write_arithmetic
-from megappo.remote.down import bring_down
+from megappo.remote.down import bring_down, local_folder
 from megappo.remote.folder import RemoteError, RemoteFolder, complete_steps, superfluous, within
 from megappo.remote.uploads import Uploads
 from megappo.run import Run
@@ -289,6 +289,8 @@ def test_report_of_a_url(work: Path, capsys: pytest.CaptureFixture[str]) -> None
         "error: memory://bucket/none: has no log.jsonl: give the folder of a run (run.dir)",
         "error: --watch: memory://bucket/run is a URL: give the folder in which the run works",
     ]
+    with pytest.raises(RemoteError, match=r"memory://bucket/run: there is no complete checkpoint"):
+        local_folder("memory://bucket/run", print, with_checkpoint=True)
 
 
 @pytest.fixture

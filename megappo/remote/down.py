@@ -39,7 +39,7 @@ def local_folder(run: str, say: Callable[[str], None], *, with_checkpoint: bool 
     """The folder here of a run at a URL. What is there comes down, unless a run works here and has it.
 
     Raises:
-        RemoteError: nothing can be read there.
+        RemoteError: it cannot be read, or has no complete checkpoint where one is asked for.
     """
     folder = working_folder(run)
     try:
@@ -47,15 +47,17 @@ def local_folder(run: str, say: Callable[[str], None], *, with_checkpoint: bool 
     except RunInUse:
         return folder
     try:
-        remote = RemoteFolder(run)
+        remote, checkpoints = RemoteFolder(run), Checkpoints(folder / CHECKPOINTS, keep=1)
         if with_checkpoint:
-            bring_down(remote, Checkpoints(folder / CHECKPOINTS, keep=1), say)
+            bring_down(remote, checkpoints, say)
         elif not (folder / CHECKPOINTS).is_dir():
             remote.get(_records(remote.files()), folder)
     except Exception as error:
         raise RemoteError(f"{run}: cannot be read ({type(error).__name__}: {error})") from error
     finally:
         lock.release()
+    if with_checkpoint and not checkpoints.complete():
+        raise RemoteError(f"{run}: there is no complete checkpoint")
     return folder
 
 
