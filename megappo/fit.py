@@ -10,17 +10,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from megappo.config import SCALAR_HEAD, TRAINED, Config, Devices, MegatronRoleConfig, PoolConfig
-from megappo.layout.memory import (
-    CONTEXT,
-    GIB,
-    WORKSPACE,
-    EngineMemory,
-    RoleMemory,
-    RoleUse,
-    engine_memory,
-    parts,
-    role_memory,
-)
+from megappo.layout.engine_memory import EngineMemory, engine_memory
+from megappo.layout.memory import CONTEXT, GIB, WORKSPACE, RoleMemory, RoleUse, parts, role_memory
 from megappo.layout.mesh import Layout
 from megappo.models.parameters import megatron_vocabulary, vllm_vocabulary
 from megappo.models.spec import ModelSpec, read_model_spec, with_lora

@@ -12,7 +12,8 @@ from tiny import make_model
 
 from megappo import fit
 from megappo.config import LoraConfig
-from megappo.layout.memory import GIB, RoleUse, engine_memory, parts, role_memory, stage_parameters
+from megappo.layout.engine_memory import engine_memory
+from megappo.layout.memory import GIB, RoleUse, parts, role_memory, stage_parameters
 from megappo.layout.mesh import Layout
 from megappo.models import language_head
 from megappo.models.parameters import megatron_vocabulary

@@ -21,7 +21,7 @@ from megappo.reshard.boxes import Box, Shard, file_boxes, megatron_boxes, vllm_b
 from megappo.reshard.copies import Copy
 from megappo.reshard.explain import LINKS, Speeds, explain
 from megappo.reshard.files import block
-from megappo.reshard.meetings import PlanError
+from megappo.reshard.intersections import PlanError
 from megappo.reshard.messages import make_messages
 from megappo.reshard.plan import make_plan, plan_copies, plan_hash
 from megappo.reshard.routes import DEVICE, NETWORK, NODE, distance, place

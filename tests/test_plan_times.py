@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from megappo.bench.shapes import QWEN
 from megappo.layout import passes
 from megappo.layout.devices import NUMBERS, PROFILES
+from megappo.layout.engine_memory import EngineMemory, engine_memory
 from megappo.layout.generation import SCHEDULER, Load, cached_sequences, generation_phase
-from megappo.layout.memory import EngineMemory, engine_memory
 from megappo.layout.mesh import Layout
 from megappo.layout.passes import PassUse, optimizer_phase, products_rate, scoring_phase, update_phase
 from megappo.layout.timeline import Busy, Phase, busy_share, step_seconds, timeline

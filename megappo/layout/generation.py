@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from megappo.layout.devices import DeviceProfile
-from megappo.layout.memory import EngineMemory, Shape
+from megappo.layout.engine_memory import EngineMemory
+from megappo.layout.memory import Shape
 from megappo.layout.passes import REDUCE, products_rate
 from megappo.layout.timeline import Phase
 

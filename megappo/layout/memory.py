@@ -1,4 +1,4 @@
-"""Bytes on a device, by counting tensors: of a Megatron role at one pipeline stage, and of a vLLM engine.
+"""Bytes of a Megatron role on a device, at one pipeline stage, by counting tensors.
 
 Standard library only. Activations are those of Transformer Engine's layers on packed sequences: attention is fused, so
 no score matrix exists, and the language-model head takes its loss a chunk of tokens at a time. Roles in 8 bits are
@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megappo.layout import flops
 from megappo.layout.mesh import Layout, held_layers
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 GIB = 1 << 30
 FLOAT32 = 4
@@ -21,12 +24,6 @@ CONTEXT = int(0.6 * GIB)
 """A process's CUDA context with the libraries' code in it (seen on an H200: 0.5 to 0.7 GiB)."""
 WORKSPACE = 96 << 20
 """Scratch memory of cuBLAS and Transformer Engine in a process that computes (seen on an H200)."""
-ENGINE_STEP = 16384
-"""Tokens of the largest forward pass that vLLM reserves room for (its default for ``LLM`` on devices over 70 GiB)."""
-ENGINE_OVERHEAD = int(0.25 * GIB)
-"""What vLLM takes off its share for libraries, outside torch's allocator (seen on an H200: 0.22 GiB)."""
-KV_BLOCK = 16
-"""Tokens in a block of vLLM's key/value cache."""
 
 
 class Shape(flops.Shape, Protocol):
@@ -239,58 +236,7 @@ def _head(shape: Shape, layout: Layout, use: RoleUse, *, backward: bool) -> int:
     return 3 * hidden + logits + gradient
 
 
-# --- vLLM ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class EngineMemory:
-    """Bytes of one engine on one device.
-
-    Attributes:
-        weights: parameters; key/value heads are replicated where there are fewer than ranks.
-        sequence: key/value cache of one sequence of the greatest length.
-        working: of the largest forward pass, and the sampler's copies of the logits.
-        overhead: of libraries.
-    """
-
-    weights: int
-    sequence: int
-    working: int
-    overhead: int = ENGINE_OVERHEAD
-
-    @property
-    def least(self) -> int:
-        """Without less than this the engine does not start."""
-        return sum(getattr(self, field.name) for field in fields(self))
-
-
-def engine_memory(
-    shape: Shape, tp: int, *, vocabulary: int, item_bytes: int, max_tokens: int, max_sequences: int
-) -> EngineMemory:
-    """What one of ``tp`` workers of an engine needs.
-
-    Args:
-        vocabulary: rows as vLLM pads them, over all workers.
-        max_tokens: longest prompt and response together.
-        max_sequences: sequences decoded at once.
-    """
-    hidden, query = shape.hidden_size, _query(shape) // tp
-    key_value = max(shape.num_kv_heads // tp, 1) * shape.head_dim
-    ffn = shape.ffn_hidden_size // tp
-    projected = query + 2 * key_value
-    layer = (projected + query + 3 * ffn + 2) * hidden
-    layer += (projected if shape.qkv_bias else 0) + (2 * shape.head_dim if shape.qk_norm else 0)
-    tables = (1 if shape.tied_embeddings else 2) * (vocabulary // tp) * hidden
-    blocks = -(-max_tokens // KV_BLOCK)
-    step = max(ENGINE_STEP, max_sequences)
-    return EngineMemory(
-        weights=(shape.num_layers * layer + tables + hidden) * item_bytes,
-        sequence=blocks * KV_BLOCK * shape.num_layers * 2 * key_value * item_bytes,
-        working=step * (hidden + 3 * ffn) * item_bytes + 2 * max_sequences * vocabulary * FLOAT32,
-    )
-
-
-def parts(memory: RoleMemory | EngineMemory) -> Iterator[tuple[str, int]]:
+def parts(memory: DataclassInstance) -> Iterator[tuple[str, int]]:
     """(name, bytes) of everything in it that is not zero."""
     for field in fields(memory):
         if value := getattr(memory, field.name):

@@ -17,8 +17,9 @@ from megappo.fit import (
     rollout_memory,
 )
 from megappo.layout.devices import DeviceProfile
+from megappo.layout.engine_memory import EngineMemory
 from megappo.layout.generation import cached_sequences
-from megappo.layout.memory import CONTEXT, EngineMemory, RoleMemory
+from megappo.layout.memory import CONTEXT, RoleMemory
 
 
 @dataclass(frozen=True)

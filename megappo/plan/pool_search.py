@@ -10,8 +10,9 @@ from itertools import product
 from megappo.config import Config, MegatronRoleConfig, Offload, PoolConfig, Recompute, RolloutConfig, Sleep
 from megappo.fit import rollout_memory, stage_memory
 from megappo.layout.devices import DeviceProfile
+from megappo.layout.engine_memory import EngineMemory
 from megappo.layout.legality import divisors, fp8_problems, megatron_tp, rollout_tp
-from megappo.layout.memory import CONTEXT, GIB, WORKSPACE, EngineMemory, RoleMemory
+from megappo.layout.memory import CONTEXT, GIB, WORKSPACE, RoleMemory
 from megappo.layout.mesh import Layout
 from megappo.layout.timeline import GENERATE, Phase
 from megappo.models.parameters import vllm_vocabulary

@@ -16,7 +16,7 @@ from megappo.models.spec import ModelSpec
 from megappo.reshard.agreement import Fingerprint, fingerprint
 from megappo.reshard.boxes import Shard, megatron_shards, vllm_shards
 from megappo.reshard.copies import Copy
-from megappo.reshard.meetings import Side, meetings
+from megappo.reshard.intersections import Side, intersections
 from megappo.reshard.plan import plan_copies
 from megappo.reshard.routes import place
 
@@ -104,7 +104,9 @@ class TransferSpec:
     def stays_on_device(self) -> bool:
         """Whether every block comes from the device that it goes to."""
         held, wanted = Side(self.sources()), Side(self.destinations())
-        pairs = {(m.source.shards, m.destination.shards) for name in wanted.names for m in meetings(name, held, wanted)}
+        pairs = {
+            (m.source.shards, m.destination.shards) for name in wanted.names for m in intersections(name, held, wanted)
+        }
         return bool(self.places) and all(
             {place(self.places, rank) for rank, _ in wanted.members(destinations)}
             <= {place(self.places, rank) for rank, _ in held.members(sources)}

@@ -8,7 +8,7 @@ from math import prod
 
 from megappo.reshard.boxes import Shard
 from megappo.reshard.copies import Copy
-from megappo.reshard.meetings import Side, meetings
+from megappo.reshard.intersections import Side, intersections
 from megappo.reshard.routes import DEVICE, NETWORK, NODE, Places, distance, place
 
 LINKS = {DEVICE: "on the device", NODE: "inside nodes", NETWORK: "between nodes"}
@@ -108,9 +108,9 @@ def _least(
     held, wanted = Side(sources), Side(destinations)
     sizes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     for name in wanted.names:
-        for meeting in meetings(name, held, wanted):
-            key = meeting.source.shards, meeting.destination.shards
-            sizes[key] = sizes.get(key, 0) + prod(meeting.size) * item_size
+        for shared in intersections(name, held, wanted):
+            key = shared.source.shards, shared.destination.shards
+            sizes[key] = sizes.get(key, 0) + prod(shared.size) * item_size
     least, least_received = dict.fromkeys(LINKS, 0), dict.fromkeys((r for s in destinations for r in s.ranks), 0)
     for (holders, wanters), size in sizes.items():
         devices = {place(places, rank) for rank, _ in held.members(holders)}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from megappo.reshard.boxes import Box, Shard
 from megappo.reshard.copies import Copy
-from megappo.reshard.meetings import Side, meetings
+from megappo.reshard.intersections import Side, intersections
 from megappo.reshard.routes import Places, Route, make_route
 
 
@@ -48,7 +48,7 @@ def plan_copies(
     held, wanted = Side(sources, names), Side(destinations, names)
     routes: dict[tuple[tuple[int, ...], tuple[int, ...]], Route | None] = {}
     for name in wanted.names:
-        for source, destination, begin, size, part, parts in meetings(name, held, wanted):
+        for source, destination, begin, size, part, parts in intersections(name, held, wanted):
             key = source.shards, destination.shards
             givers, takers = held.members(key[0]), wanted.members(key[1])
             if key not in routes:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +35,9 @@ from megappo.workers.optimizer import (
     set_learning_rate,
     state_tensors,
 )
+from megappo.workers.pipeline import Evaluate, through_pipeline
 from megappo.workers.role_checkpoint import load, save
 from megappo.workers.settings import MiniBatch, RoleSettings, Totals
-
-from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip (after megappo.models is ready)
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # isort: skip
 
 
 class MegatronRole:
@@ -179,7 +176,7 @@ class MegatronRole:
         micros = self._micro_batches(rows, ())
         self.model.eval()
         with torch.no_grad():
-            results = self._pipeline(
+            results = self._pass(
                 micros, lambda output, micro: (output.new_zeros(()), evaluate(output, micro)), forward_only=True
             )
         if not self.reports:
@@ -246,9 +243,7 @@ class MegatronRole:
         for chunk in self.trained:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        results = self._pipeline(
-            micros, lambda output, micro: objective(output, micro, totals, self), forward_only=False
-        )
+        results = self._pass(micros, lambda output, micro: objective(output, micro, totals, self), forward_only=False)
         stats = self._sum_over_data_parallel(results) if self.is_last_stage else {}
         self.residence.before_step()
         stepped, grad_norm, _ = self.optimizer.step()
@@ -264,8 +259,6 @@ class MegatronRole:
         dist.all_reduce(sums, group=self.groups.dp_cp)
         return dict(zip(names, sums.tolist(), strict=True))
 
-    # --- the pass through the pipeline ---------------------------------------------------------------------------
-
     def _micro_batches(self, rows: pa.Table, columns: Sequence[str], unit: int = 1) -> list[MicroBatch]:
         config = self.config
         split = config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -280,41 +273,10 @@ class MegatronRole:
             count_multiple=self.groups.pp.size() if len(self.chunks) > 1 else 1,
         )
 
-    def _pipeline(
-        self,
-        micros: list[MicroBatch],
-        evaluate: Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]],
-        *,
-        forward_only: bool,
+    def _pass(
+        self, micros: Sequence[MicroBatch], evaluate: Evaluate, *, forward_only: bool
     ) -> list[dict[str, torch.Tensor]]:
-        """Run Megatron's schedule; on the last stage, the second results of ``evaluate``, one per micro-batch."""
-
-        def loss(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-            value, result = evaluate(output, micro)
-            # Even without targets the loss must reach every parameter, or gradient synchronisation would wait for it.
-            value = value + 0.0 * output.sum() if micro.rows_n.numel() == 0 else value
-            return value, torch.zeros((), dtype=torch.int, device=output.device), result
-
-        def forward(
-            pending: Iterator[MicroBatch], model: torch.nn.Module
-        ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-            micro = next(pending)
-            output = model(micro.input_ids_1t, micro.position_ids_1t, None, packed_seq_params=micro.packed)
-            return output, partial(loss, micro)
-
-        stages, interleaved = self.groups.pp.size(), len(self.chunks) > 1
-        run = get_forward_backward_func(pp_size=stages, vp_size=len(self.chunks) if interleaved else None)
-        return run(
-            forward_step_func=forward,
-            data_iterator=[iter(micros) for _ in self.chunks],
-            model=self.trained,
-            num_microbatches=len(micros),
-            seq_length=max(micro.num_tokens for micro in micros),
-            micro_batch_size=1,
-            forward_only=forward_only,
-            pg_collection=self.groups,
-            p2p_communicator=P2PCommunicator(self.groups.pp, self.config) if stages > 1 else None,
-        )
+        return through_pipeline(self.trained, self.config, self.groups, micros, evaluate, forward_only=forward_only)
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ class Holders(NamedTuple):
     boxes: tuple[Box, ...]
 
 
-class Meeting(NamedTuple):
+class Intersection(NamedTuple):
     """What a source block and a destination block have in common.
 
     It is the ``part``-th of ``parts`` that the same source shards have of this tensor.
@@ -100,7 +100,7 @@ class Side:
         return self._turns[number][name]
 
 
-def meetings(name: str, held: Side, wanted: Side) -> Iterator[Meeting]:
+def intersections(name: str, held: Side, wanted: Side) -> Iterator[Intersection]:
     """Cover all blocks of a tensor that are wanted.
 
     Raises:
@@ -126,7 +126,7 @@ def meetings(name: str, held: Side, wanted: Side) -> Iterator[Meeting]:
     met: Counter[tuple[int, ...]] = Counter()
     for origin, target, (begin, size) in overlaps:
         source = sources[origin]
-        yield Meeting(source, destinations[target], begin, size, met[source.shards], parts[source.shards])
+        yield Intersection(source, destinations[target], begin, size, met[source.shards], parts[source.shards])
         met[source.shards] += 1
 
 
