@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from small_run import CONFIG, Command, make_run_folder
+from small_run import CONFIG, Command, make_run_folder, make_tiny_model
+from test_reward_model import make_scorer
+from test_without_critic import set_sections
 
 from megappo.data import batch
 from megappo.report.run_log import read_log
@@ -48,3 +50,32 @@ def test_roles_take_turns_on_one_gpu(tmp_path: Path, sleep: str, offload: str) -
         assert max(taken) - min(taken) < 0.2, (phase, taken)
     asleep, awake = (metrics[-1][f"perf/device_memory_gb/{phase}"] for phase in ("sleep", "gen"))
     assert awake - asleep > 20, "a fifth of an H200 was not given back"
+
+
+JUDGED = """\
+roles:
+  actor: {pool: all, micro_batch_tokens: 100, offload: all}
+  rollout: {pool: all, samples_per_prompt: 3, memory_fraction: 0.2}
+  reward:
+    {function: "score.py:compute_score", processes: 1, pool: all, model: scorer, micro_batch_tokens: 70, offload: all}
+"""
+GRPO = """\
+ppo:
+  {estimator: grpo, mini_batch: 8, actor_lr: 1.0e-3, kl: {in_reward: false}, dynamic_sampling: {max_rounds: 3}}
+"""
+
+
+def test_engines_sleep_whenever_a_reward_model_scores_on_their_gpu(tmp_path: Path) -> None:
+    """Between rounds of dynamic sampling and in validation; afterwards they have the same weights again."""
+    folder = make_run_folder(tmp_path / "work")
+    make_scorer(folder / "scorer", vocab_size=51)
+    make_tiny_model().make_tokenizer().save_pretrained(folder / "scorer")
+    (folder / "config.yaml").write_text(set_sections(CONFIG, pools=POOLS, roles=JUDGED, ppo=GRPO))
+    command = Command(folder, "run.device=cuda", "run.dtype=bfloat16", "run.steps=3", "run.validate_every=1")
+    assert command.wait() == 0, command.text
+    for step in (1, 2, 3):
+        rows = pq.read_table(folder / "run" / "rollouts" / f"step_{step}.parquet")
+        assert set(batch.column(rows, "weight_version")) == {step - 1}
+        assert np.abs(batch.flat(rows, "rollout_logprobs") - batch.flat(rows, "logprobs")).mean() < 0.05, step
+    log = read_log(folder / "run")
+    assert [line["step"] for line in log if "val-core/arithmetic/reward/mean@1" in line["metrics"]] == [0, 1, 2, 3]
