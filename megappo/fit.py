@@ -6,7 +6,7 @@ Plain Python, so that it can be asked about devices that are not there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import ceil
 
 from megappo.config import SCALAR_HEAD, TRAINED, Config, Devices, MegatronRoleConfig, PoolConfig
@@ -160,6 +160,12 @@ def stage_memory(
     step = config.data.prompts_per_step * config.roles.rollout.samples_per_prompt
     scoring = role_memory(spec, layout, stage, use(step)).scoring
     return replace(role_memory(spec, layout, stage, use(config.ppo.mini_batch)), scoring=scoring)
+
+
+def fullest_stage(config: Config, name: str, role: MegatronRoleConfig, layout: Layout, spec: ModelSpec) -> RoleMemory:
+    """The most of each part that any stage takes, were the role laid out in this way."""
+    stages = [stage_memory(config, name, role, layout, stage, spec) for stage in layout.unlike_stages]
+    return RoleMemory(*(max(getattr(one, part.name) for one in stages) for part in fields(RoleMemory)))
 
 
 def rollout_memory(config: Config) -> EngineMemory:

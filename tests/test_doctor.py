@@ -31,6 +31,7 @@ GOOD = Facts(
     memory=512 * GIB,
     shared_memory=(256 * GIB, 250 * GIB),
     open_files=(1048576, 1048576),
+    locked_memory=(None, None),
     versions={"python": "3.12.1", "ray": "2.60.0"},
     lacking=(),
     devices=(Device("NVIDIA H200", 140 * GIB, 139 * GIB),) * 8,
@@ -61,6 +62,31 @@ def test_nothing_hurts_on_good_nodes() -> None:
 def test_what_hurts_is_named_with_its_fix(change: dict[str, object], words: tuple[str, ...]) -> None:
     (line,) = findings({"n7": replace(GOOD, **change)}, {}, NEEDS)  # type: ignore[arg-type]
     assert line.startswith("n7: ") and all(word in line for word in words), line
+
+
+def test_rays_store_is_never_larger_than_ray_lets_it_be() -> None:
+    large = replace(GOOD, memory=2048 * GIB, shared_memory=(200 * GIB, 190 * GIB))
+    assert list(findings({"n7": large}, {}, NEEDS)) == []
+    (line,) = findings({"n7": replace(large, shared_memory=(180 * GIB, 180 * GIB))}, {}, NEEDS)
+    assert "Ray wants 186 GiB" in line  # 200e9 bytes
+
+
+@pytest.mark.parametrize(
+    ("limits", "fix"),
+    [
+        ((8 << 20, None), 'ulimit -l "$(ulimit -Hl)" in the job'),
+        ((8 << 20, 8 << 20), "have LimitMEMLOCK=infinity set for Slurm's or Ray's daemon"),
+        ((64 << 30, None), ""),
+    ],
+)
+def test_locked_memory_counts_between_nodes(limits: tuple[int, int | None], fix: str) -> None:
+    n1 = replace(GOOD, locked_memory=limits)
+    assert list(findings({"n1": n1}, {}, NEEDS)) == []
+    found = list(findings({"n1": n1, "n2": GOOD}, {}, NEEDS))
+    assert [line.split(": ")[:2] for line in found] == [["n1", "locked memory"]] * bool(fix)
+    assert all("0.0078 GiB" in line and line.endswith(fix) for line in found)
+    on_cpu = {name: replace(facts, devices=()) for name, facts in (("n1", n1), ("n2", GOOD))}
+    assert list(findings(on_cpu, {}, NEEDS)) == []
 
 
 def test_nodes_that_differ_are_named() -> None:

@@ -14,11 +14,13 @@ import yaml
 from small_project import Project, make_project
 
 from megappo import cli
+from megappo.cluster.job_environment import job_environment
 from megappo.cluster.readiness import late_nodes
 from megappo.config import Config, PoolConfig, load_config
 from megappo.launch import slurm
 from megappo.launch.kuberay import KubeRayOptions, manifest
 from megappo.launch.partitions import UNLIMITED_S, NodeKind, Partition, duration_s, parse_partitions
+from megappo.launch.problems import LaunchError
 from megappo.layout.placement import place_pools
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,6 +106,12 @@ def test_partitions() -> None:
             ["--devices-per-node: no node of partition cpu has 4 GPUs, the largest has 0: "],
         ),
         ({}, {"a b": pool(1, 1)}, ["pools.a b: nodes announce the pools"]),
+        ({"time": "20:00:00", "checkpoint_before_s": 65535}, {}, []),
+        (
+            {"time": "20:00:00", "checkpoint_before_s": 65536},
+            {},
+            ["--checkpoint-before: 65536 s is more than the 65535 s that sbatch's --signal knows: "],
+        ),
     ],
 )
 def test_problems(config: Config, options: dict[str, object], pools: dict[str, PoolConfig], lines: list[str]) -> None:
@@ -112,6 +120,34 @@ def test_problems(config: Config, options: dict[str, object], pools: dict[str, P
     assert len(found) == len(lines), found
     for line, words in zip(found, lines, strict=True):
         assert line.startswith(words)
+
+
+MIXED = """\
+gpu*|infinite|100|gpu:8
+gpu*|infinite|1|gpu:16
+"""
+
+
+@pytest.mark.parametrize(
+    ("pools", "nodes", "width"),
+    [
+        ({"a": pool(16, 8)}, 16, 8),  # not of 16, of which there is one
+        ({"a": pool(1, 8)}, 1, 8),  # not of 16, half of which would idle
+        ({"a": pool(1, 16)}, 1, 16),
+        ({"a": pool(1, 8), "b": pool(1, 8)}, 1, 16),  # as many devices in fewer nodes
+    ],
+)
+def test_a_mixed_partition_gives_the_nodes_that_suit(
+    config: Config, pools: dict[str, PoolConfig], nodes: int, width: int
+) -> None:
+    config, partitions = replace(config, pools=pools), parse_partitions(MIXED)
+    assert slurm.problems(config, slurm.SlurmOptions(), partitions) == ()
+    served, found = slurm.nodes_of_job(config, slurm.SlurmOptions(), partitions)
+    assert (len(served), found) == (nodes, width)
+    too_many = replace(config, pools={"a": pool(101, 8)})
+    assert slurm.problems(too_many, slurm.SlurmOptions(devices_per_node=8), parse_partitions(MIXED)) == ()
+    (line,) = slurm.problems(replace(config, pools={"a": pool(102, 8)}), slurm.SlurmOptions(), partitions)
+    assert line.startswith("pools: they need 102 nodes with 8 GPUs, partition gpu has 101: ")
 
 
 def test_a_batch_script(config: Config, tmp_path: Path) -> None:
@@ -179,6 +215,89 @@ def test_a_kuberay_manifest(config: Config) -> None:
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert {"name": "MEGAPPO_PIN_POOLS", "value": "1"} in container["env"]
+
+
+def test_a_kuberay_manifest_for_rdma(config: Config) -> None:
+    options = KubeRayOptions(image="i", claim="c", mount="/m", resources={"rdma/hca": 8}, host_network=True)
+    _, job = yaml.safe_load_all(manifest(config, options))
+    cluster = job["spec"]["rayClusterSpec"]
+    pods = [group["template"]["spec"] for group in cluster["workerGroupSpecs"]]
+    for pod in pods:
+        (container,) = pod["containers"]
+        amounts = container["resources"]
+        assert amounts["limits"]["rdma/hca"] == amounts["requests"]["rdma/hca"] == "8"
+        assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    head = cluster["headGroupSpec"]["template"]["spec"]
+    assert "rdma/hca" not in head["containers"][0]["resources"]["limits"]
+    for pod in (head, *pods):
+        assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+
+
+def test_what_kubernetes_would_not_take(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    config = replace(load_config("config.yaml"), pools={"train_a": pool(1, 1), "train-a": pool(1, 1)})
+    options = KubeRayOptions(image="i", claim="c", mount="/m", resources={"nvidia.com/gpu": 1})
+    with pytest.raises(LaunchError) as failure:
+        manifest(config, options)
+    names, gpus = failure.value.problems
+    assert names.startswith("pools.train-a: its worker group would have the name of that of pools.train_a, train-a, ")
+    assert gpus.startswith("--resource: nvidia.com/gpu follows from pools.*.devices_per_node")
+    command = ["launch", "kuberay", "config.yaml", "--image=i", "--claim=c", "--mount=/m"]
+    assert cli.main([*command, "--resource=rdma/hca=2", "--resource", "x=1"]) == 0
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--resource=rdma/hca"])
+    assert "'rdma/hca' is not NAME=N" in capsys.readouterr().err
+
+
+def write_script(path: Path, text: str) -> None:
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def start_node(tmp_path: Path, host: str, **more: str) -> tuple[int, str, str]:
+    """node.sh on a pretended first node of two, whose name is ``host``'s: status, its log, and how Ray was started."""
+    fakes = tmp_path / "bin"
+    fakes.mkdir()
+    write_script(fakes / "scontrol", f"echo 'NodeName=n1 NodeAddr={host} Port=1'")
+    write_script(fakes / "hostname", 'echo "fe80::1 10.1.2.3 172.17.0.1 "')
+    write_script(fakes / "ip", 'echo "3: ib0 inet 10.9.9.9/16 scope global ib0"')
+    write_script(fakes / "getent", 'case $2 in n1) echo "127.0.1.1 STREAM n1";; *) echo "$2 STREAM";; esac')
+    write_script(fakes / "python", f'env >"{tmp_path}/env"; echo "$*" >"{tmp_path}/started"')
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "config.yaml").touch()
+    env = {
+        **{"PATH": f"{fakes}:{os.environ['PATH']}", "SLURMD_NODENAME": "n1", "SLURM_JOB_ID": "1", "SLURM_NODEID": "0"},
+        **{"SLURM_NNODES": "2", "MEGAPPO_TMP": str(tmp_path), "MEGAPPO_RUN": str(tmp_path / "run")},
+        **{"MEGAPPO_CONFIG": str(tmp_path / "config.yaml"), "MEGAPPO_HEAD_FILE": str(tmp_path / "head")},
+        **{"MEGAPPO_PYTHON": str(fakes / "python"), "MEGAPPO_SETUP_FILE": "", "MEGAPPO_INTERFACE": "", **more},
+        **{"MEGAPPO_NODE_POOLS": "train", "MEGAPPO_DEVICE": "cuda", "MEGAPPO_DEVICES_PER_NODE": "8"},
+        **{"MEGAPPO_PORT": "20001", "MEGAPPO_NODE_TIMEOUT": "1"},
+    }
+    done = subprocess.run(["bash", str(ROOT / "launch/slurm/node.sh")], env=env, capture_output=True, timeout=30)
+    started = tmp_path / "started"
+    log = (tmp_path / "run/logs/node-n1.log").read_text()
+    return done.returncode, log, started.read_text() if started.is_file() else ""
+
+
+@pytest.mark.parametrize(
+    ("host", "nodes", "address"), [("n1", "2", "10.1.2.3"), ("n1", "1", "127.0.1.1"), ("127.0.0.2", "2", "127.0.0.2")]
+)
+def test_a_node_does_not_announce_the_loopback(tmp_path: Path, host: str, nodes: str, address: str) -> None:
+    _, log, started = start_node(tmp_path, host, SLURM_NNODES=nodes)
+    assert f"--node-ip-address {address} " in started, log
+    assert ("taking 10.1.2.3 (another: --interface)" in log) == (address == "10.1.2.3")
+
+
+def test_an_interface_is_everybodys(tmp_path: Path) -> None:
+    _, log, started = start_node(tmp_path, "n1", MEGAPPO_INTERFACE="ib0", GLOO_SOCKET_IFNAME="eth1")
+    assert "--node-ip-address 10.9.9.9 " in started, log
+    env = (tmp_path / "env").read_text().splitlines()
+    assert {"NCCL_SOCKET_IFNAME==ib0", "GLOO_SOCKET_IFNAME=eth1"} <= set(env)
+
+
+def test_what_a_submitted_job_gets_of_the_environment() -> None:
+    ours = {"NCCL_IB_HCA": "mlx5", "GLOO_SOCKET_IFNAME": "ib0", "WANDB_PROJECT": "p", "MLFLOW_TRACKING_URI": "u"}
+    ours |= {"PYTHONPATH": "/x", "OMP_NUM_THREADS": "1", "MEGAPPO_PIN_POOLS": "1", "TORCH_NCCL_BLOCKING_WAIT": "1"}
+    assert job_environment({**ours, "HOME": "/h", "RAY_AUTH_TOKEN": "t", "MY_NCCL_": "x"}) == ours
 
 
 @pytest.mark.parametrize("name", ["local.sh", "ray/submit.sh", "slurm/job.sh", "slurm/node.sh"])

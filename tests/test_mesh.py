@@ -91,6 +91,13 @@ def test_stages_cover_all_layers_in_order_and_none_is_empty(split: tuple[int, in
 
 
 @given(splits())
+def test_one_of_the_unlike_stages_has_the_most_layers(split: tuple[int, int]) -> None:
+    layers, pp = split
+    counts = [len(stage) for stage in stage_layers(layers, pp)]
+    assert max(counts) == max(counts[stage] for stage in Layout(pp=pp).unlike_stages)
+
+
+@given(splits())
 def test_stages_equal_megatrons(split: tuple[int, int]) -> None:
     """Megatron reads a handful of fields of its config here, so a plain object with them will do."""
     layers, pp = split

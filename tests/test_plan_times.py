@@ -13,6 +13,7 @@ from megappo.layout import passes
 from megappo.layout.devices import NUMBERS, PROFILES
 from megappo.layout.engine_memory import EngineMemory, engine_memory
 from megappo.layout.generation import SCHEDULER, Load, cached_sequences, generation_phase
+from megappo.layout.memory import layer_parameters
 from megappo.layout.mesh import Layout
 from megappo.layout.passes import PassUse, optimizer_phase, products_rate, scoring_phase, update_phase
 from megappo.layout.timeline import Busy, Phase, busy_share, step_seconds, timeline
@@ -88,6 +89,14 @@ def test_the_optimizer_moves_38_bytes_a_parameter() -> None:
     # Sixteen do not fit in a node.
     far = optimizer_phase(model, Layout(dp=16), use(model), H200)
     assert far.parts[passes.REPLICAS] == pytest.approx(494_032_768 * 6 * 15 / 16 / (45e9 * 0.91))
+
+
+def test_the_fullest_stage_ends_the_optimizers_step() -> None:
+    model = replace(spec("7b"), num_layers=64)  # by 12 stages: 2 layers, ten times 6, 2
+    layer = layer_parameters(model, 8)
+    ends = use(model, vocabulary=8)  # next to no table, so that the stages between are the fullest
+    phase = optimizer_phase(model, Layout(tp=8, pp=12), ends, H200)
+    assert phase.parts[passes.OPTIMIZER] == pytest.approx(6 * layer * 38 / 4.2e12)
 
 
 def test_products_lose_half_where_they_are_narrow_or_few() -> None:

@@ -7,7 +7,8 @@
 #               RAY_AUTH_TOKEN_PATH
 #
 # Call it in the run's working directory, on a file system that all nodes see at the same path, as they must see the
-# model, the data and run.dir: nothing is uploaded. The environment of this call (VIRTUAL_ENV or PATH) is used there.
+# model, the data and run.dir: nothing is uploaded. The environment of this call (VIRTUAL_ENV or PATH) is used there, and
+# of its variables those of NCCL, gloo, vLLM and trackers (NCCL_*, WANDB_*, ...; the cluster's dashboard shows them).
 # Ending this command does not end the run: `ray job stop` does, and the same call goes on from the last checkpoint.
 
 set -euo pipefail
@@ -36,11 +37,7 @@ except ConnectionError as error:
     sys.exit(f"submit: {error} Is this the address of the cluster's dashboard, and can it be reached from here?")
 PYTHON
 python_there="$(command -v python)"
-variables=(PYTHONPATH OMP_NUM_THREADS MEGAPPO_PIN_POOLS)
-runtime_env="$(python -c '
-import json, os, sys
-print(json.dumps({"env_vars": {name: os.environ[name] for name in sys.argv[1:] if name in os.environ}}))
-' "${variables[@]}")"
+runtime_env="$(python -m megappo.cluster.job_environment)"
 printf -v entry '%q ' "$python_there" -m megappo train "$@"
 printf -v folder '%q' "$PWD"
 exec "$python_there" -m ray.scripts.scripts job submit --address "$address" --runtime-env-json "$runtime_env" \

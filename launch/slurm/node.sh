@@ -36,12 +36,22 @@ if [ -n "$MEGAPPO_SETUP_FILE" ]; then
     source "$MEGAPPO_SETUP_FILE" || { say "$MEGAPPO_SETUP_FILE failed with $?" && exit 1; }
 fi
 ulimit -n "$(ulimit -Hn)"
+ulimit -l "$(ulimit -Hl)" # network cards want memory locked
 
 if [ -n "$MEGAPPO_INTERFACE" ]; then
     address=$(ip -4 -o addr show dev "$MEGAPPO_INTERFACE" 2>&1 | awk '{sub("/.*", "", $4); print $4; exit}')
+    export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-=$MEGAPPO_INTERFACE}" # = is for this one, not all that begin so
+    export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$MEGAPPO_INTERFACE}"
 else
-    address=$(scontrol show node "$SLURMD_NODENAME" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
-    address=$(getent ahostsv4 "$address" | awk '{print $1; exit}')
+    name=$(scontrol show node "$SLURMD_NODENAME" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+    address=$(getent ahostsv4 "$name" | awk '{print $1; exit}')
+    # Debian gives a host's own name 127.0.1.1, at which other nodes do not reach it.
+    if [[ "$address" == 127.* && "$name" != 127.* && "${SLURM_NNODES:-1}" != 1 ]]; then
+        loopback=$address
+        address=$(hostname -I | tr ' ' '\n' | grep -m 1 -E '^[0-9.]+$')
+        [ -n "$address" ] || { say "$name is $loopback, at which other nodes do not reach it: name its network by --interface" && exit 1; }
+        say "$name is $loopback, at which other nodes do not reach it: taking $address (another: --interface)"
+    fi
 fi
 [ -n "$address" ] || { say "has no IPv4 address (interface: ${MEGAPPO_INTERFACE:-as Slurm knows the node})" && exit 1; }
 

@@ -109,7 +109,11 @@ def node_lines(nodes: Any, skews: Any) -> Iterator[str]:
         yield name
         yield "  " + ", ".join(f"{package} {version}" for package, version in facts.versions.items())
         shared = f"/dev/shm {facts.shared_memory[1] / gib:.1f} of {facts.shared_memory[0] / gib:.1f} GiB free"
-        yield f"  {facts.cores} cores, {facts.memory / gib:.0f} GiB, {shared}, {facts.open_files[0]} open files"
+        locked = "unlimited" if facts.locked_memory[0] is None else f"{facts.locked_memory[0] / gib:.2g} GiB"
+        yield (
+            f"  {facts.cores} cores, {facts.memory / gib:.0f} GiB, {shared}, {facts.open_files[0]} open files, locked "
+            f"memory {locked}"
+        )
         for at, device in enumerate(facts.devices):
             yield f"  device {at}: {device.name}, {device.free / gib:.1f} of {device.total / gib:.1f} GiB free"
         rate = "cannot be written" if facts.write_rate is None else f"{facts.write_rate / 1e6:.0f} MB/s to the disk"

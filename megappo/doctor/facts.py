@@ -30,6 +30,7 @@ class Facts:
         cores: that the process may run on.
         memory, shared_memory: bytes; of the latter, the size of ``/dev/shm`` and what is free there.
         open_files: soft and hard limit.
+        locked_memory: the same, in bytes; None: as much as there is.
         versions: of Python and packages.
         lacking: packages that are missing or of other versions than run together.
         devices: all GPUs of the node.
@@ -43,6 +44,7 @@ class Facts:
     memory: int
     shared_memory: tuple[int, int]
     open_files: tuple[int, int]
+    locked_memory: tuple[int | None, int | None]
     versions: dict[str, str]
     lacking: tuple[str, ...]
     devices: tuple[Device, ...]
@@ -61,7 +63,8 @@ def look(run_dir: str, wanted: Sequence[Wanted], probe_bytes: int = 256 << 20) -
     clock = time.time()
     folder = next(path for path in (Path(run_dir).resolve(), *Path(run_dir).resolve().parents) if path.is_dir())
     shared = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = resource.RLIM_INFINITY
     found = {package.name: installed_version(package.name) or "-" for package in wanted}
     return Facts(
         host=socket.gethostname(),
@@ -69,7 +72,8 @@ def look(run_dir: str, wanted: Sequence[Wanted], probe_bytes: int = 256 << 20) -
         cores=len(os.sched_getaffinity(0)),
         memory=host_memory(),
         shared_memory=(shared.total, shared.free) if shared else (0, 0),
-        open_files=(soft, hard),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
+        locked_memory=(None if soft == unlimited else soft, None if hard == unlimited else hard),
         versions={"python": platform.python_version(), **found},
         lacking=tuple(problems(wanted)),
         devices=_devices(),

@@ -10,8 +10,10 @@ from megappo.layout.devices import known_profile
 
 OPEN_FILES = 65536
 """What Ray asks for: each worker, and each connection between nodes, takes some."""
-RAY_STORE = 0.3
-"""Part of a node's memory that Ray takes for its object store, in ``/dev/shm`` if there is room."""
+RAY_STORE, RAY_STORE_MOST = 0.3, 200e9
+"""Part of a node's memory that Ray takes for its object store, in ``/dev/shm`` if there is room; bytes at most."""
+LOCKED_MEMORY = 16 * GIB
+"""What network cards may well read and write of a process: NCCL locks megabytes for every peer and channel."""
 SKEW_S = 1.0
 SLOW = 0.5
 """Part of the usual rate below which a link is slower than it should be."""
@@ -57,7 +59,7 @@ def findings(nodes: Mapping[str, Facts], skews: Mapping[str, float], needs: Need
         skews: seconds that a node's clock is ahead of this one's.
     """
     for name, facts in nodes.items():
-        yield from (f"{name}: {line}" for line in _of_node(facts, needs))
+        yield from (f"{name}: {line}" for line in _of_node(facts, needs, alone=len(nodes) == 1))
         if abs(skews.get(name, 0.0)) > SKEW_S:
             yield (
                 f"{name}: its clock is {skews[name]:+.1f} s off, so that times in the log and the report are wrong: "
@@ -85,10 +87,10 @@ def slow_links(links: Sequence[Link]) -> Iterator[str]:
             yield f"{link.between}: {link.rate / 1e9:.1f} GB/s where {usual / 1e9:.0f} are usual: {fix}"
 
 
-def _of_node(facts: Facts, needs: Needs) -> Iterator[str]:
+def _of_node(facts: Facts, needs: Needs, *, alone: bool) -> Iterator[str]:
     yield from facts.lacking
     total, free = facts.shared_memory
-    store = RAY_STORE * facts.memory
+    store = min(RAY_STORE * facts.memory, RAY_STORE_MOST)
     if total < store:
         yield (
             f"/dev/shm: {total / GIB:.1f} GiB, where Ray wants {store / GIB:.0f} GiB for its objects, which will go "
@@ -100,6 +102,14 @@ def _of_node(facts: Facts, needs: Needs) -> Iterator[str]:
     if soft < OPEN_FILES:
         fix = f"ulimit -n {min(OPEN_FILES, hard)} in the job" if hard > soft else "have LimitNOFILE raised for jobs"
         yield f"open files: {soft}, of which Ray and NCCL run out on many nodes; {OPEN_FILES} are usual: {fix}"
+    locked, most = facts.locked_memory
+    if not alone and facts.devices and locked is not None and locked < LOCKED_MEMORY:
+        fix = (
+            'ulimit -l "$(ulimit -Hl)" in the job'
+            if most is None or most > locked
+            else "have LimitMEMLOCK=infinity set for Slurm's or Ray's daemon"
+        )
+        yield f"locked memory: {locked / GIB:.2g} GiB, more of which InfiniBand asks for; unlimited is usual: {fix}"
     for at, device in enumerate(facts.devices):
         if device.free < 0.95 * device.total:
             taken = (device.total - device.free) / GIB

@@ -24,7 +24,7 @@ def add_launch(commands: Any) -> None:
     _common(command, _slurm)
     command.add_argument("--submit", action="store_true", help="submit it with sbatch")
     command.add_argument(
-        "--devices-per-node", type=_positive, metavar="N", help="default: the partition's, or widest pool"
+        "--devices-per-node", type=_positive, metavar="N", help="default: by the partition's nodes and the pools"
     )
     command.add_argument("--time", default="24:00:00", metavar="T", help="limit of one job (default 24:00:00)")
     for name in ("partition", "account", "qos", "constraint"):
@@ -34,7 +34,9 @@ def add_launch(commands: Any) -> None:
     text = "how long nodes may take to come (default 300)"
     command.add_argument("--node-timeout", type=_positive, default=300, metavar="S", help=text)
     command.add_argument("--setup", default="", metavar="FILE", help="shell file that every node sources first")
-    command.add_argument("--interface", default="", metavar="IF", help="network interface for Ray, for instance ib0")
+    command.add_argument(
+        "--interface", default="", metavar="IF", help="network of Ray, NCCL and gloo, for instance ib0"
+    )
     text = "a further argument of sbatch, for instance --sbatch=--exclude=n7; may be repeated"
     command.add_argument("--sbatch", action="append", default=[], metavar="ARG", help=text)
 
@@ -46,6 +48,10 @@ def add_launch(commands: Any) -> None:
     command.add_argument("--mount", required=True, metavar="DIR", help="where it is mounted; the working directory")
     command.add_argument("--cpus-per-device", type=_positive, default=8, metavar="N")
     command.add_argument("--memory-gib-per-device", type=_positive, default=96, metavar="N")
+    text = "a further resource of every pod with devices, for instance rdma/hca=8; may be repeated"
+    command.add_argument("--resource", type=_resource, action="append", default=[], metavar="NAME=N", help=text)
+    text = "pods use their node's network as it is (hostNetwork); one pod a node then"
+    command.add_argument("--host-network", action="store_true", help=text)
 
 
 def _common(command: argparse.ArgumentParser, run: Any) -> None:
@@ -97,8 +103,9 @@ def _kuberay(options: argparse.Namespace) -> int:
     config = _checked(options)
     if config is None:
         return BAD_INPUT
-    names = ("image", "claim", "mount", "cpus_per_device", "memory_gib_per_device")
-    text = manifest(config, KubeRayOptions(**{name: getattr(options, name) for name in names}))
+    names = ("image", "claim", "mount", "cpus_per_device", "memory_gib_per_device", "host_network")
+    chosen = KubeRayOptions(**{name: getattr(options, name) for name in names}, resources=dict(options.resource))
+    text = manifest(config, chosen)
     print(f"kubectl apply -f {_write(options.out or config.run.folder / 'launch' / 'rayjob.yaml', text)}")
     return 0
 
@@ -117,6 +124,13 @@ def _write(path: str | Path, text: str) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")
     return target
+
+
+def _resource(text: str) -> tuple[str, int]:
+    name, _, number = text.partition("=")
+    if not name or not number.isdecimal() or int(number) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=N, for instance rdma/hca=8")
+    return name, int(number)
 
 
 def _positive(text: str) -> int:

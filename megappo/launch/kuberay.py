@@ -6,8 +6,8 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import yaml
 
 from megappo.config import Config, dump_config
 from megappo.launch.nodes import PIN_POOLS, pool_resource
+from megappo.launch.problems import LaunchError
 
 RAY_VERSION = "2.60.0"
 CONFIG_FOLDER = "/etc/megappo"
@@ -30,6 +31,8 @@ class KubeRayOptions:
         mount: where it is seen; the paths of the configuration are relative to the working directory or absolute.
         cpus_per_device, memory_gib_per_device: of worker pods.
         gpu: resource name of a GPU.
+        resources: further ones of each pod with devices, by name, for instance ``rdma/hca``.
+        host_network: pods use their node's network as it is, and InfiniBand with it.
         restarts: how often Kubernetes starts a failed run again; it resumes.
     """
 
@@ -40,11 +43,19 @@ class KubeRayOptions:
     cpus_per_device: int = 8
     memory_gib_per_device: int = 96
     gpu: str = "nvidia.com/gpu"
+    resources: Mapping[str, int] = field(default_factory=dict)
+    host_network: bool = False
     restarts: int = 3
 
 
 def manifest(config: Config, options: KubeRayOptions) -> str:
-    """YAML of a ConfigMap with the configuration, and of the RayJob."""
+    """YAML of a ConfigMap with the configuration, and of the RayJob.
+
+    Raises:
+        LaunchError: Kubernetes would not take it.
+    """
+    if found := tuple(_problems(config, options)):
+        raise LaunchError(found)
     command = f"cd {shlex.quote(options.mount)} && exec megappo train {CONFIG_FOLDER}/config.yaml"
     name = options.name or _label(f"megappo-{Path(os.path.abspath(config.run.folder)).name}")
     map_name = f"{name}-config"
@@ -99,6 +110,19 @@ def manifest(config: Config, options: KubeRayOptions) -> str:
     return yaml.safe_dump_all([stored, job], sort_keys=False, width=120)
 
 
+def _problems(config: Config, options: KubeRayOptions) -> Iterator[str]:
+    groups: dict[str, str] = {}
+    for pool in config.pools:
+        other = groups.setdefault(_label(pool), pool)
+        if other != pool:
+            yield (
+                f"pools.{pool}: its worker group would have the name of that of pools.{other}, {_label(pool)}, as "
+                "Kubernetes knows only lower case, digits and dashes: rename one"
+            )
+    if options.gpu in options.resources:
+        yield f"--resource: {options.gpu} follows from pools.*.devices_per_node: leave it out"
+
+
 @dataclass(frozen=True)
 class _Pods:
     options: KubeRayOptions
@@ -108,9 +132,13 @@ class _Pods:
         options = self.options
         amounts: dict[str, Any] = {"cpu": str(cpus), "memory": f"{memory_gib}Gi"}
         if gpus:
-            amounts[options.gpu] = str(gpus)
+            amounts |= {options.gpu: str(gpus), **{name: str(count) for name, count in options.resources.items()}}
+        # Network cards read and write memory that is locked, which containers may otherwise not do.
+        locking = {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if gpus and options.resources else {}
+        network = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if options.host_network else {}
         return {
             "spec": {
+                **network,
                 "containers": [
                     {
                         "name": container,
@@ -118,6 +146,7 @@ class _Pods:
                         "workingDir": options.mount,
                         "env": [{"name": PIN_POOLS, "value": "1"}],
                         "resources": {"limits": amounts, "requests": amounts},
+                        **locking,
                         "volumeMounts": [
                             {"name": "shared", "mountPath": options.mount},
                             {"name": "config", "mountPath": CONFIG_FOLDER},

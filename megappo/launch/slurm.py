@@ -13,18 +13,13 @@ from pathlib import Path
 from megappo.config import Config, dump_config
 from megappo.launch.nodes import PIN_POOLS
 from megappo.launch.partitions import Partition, duration_s
+from megappo.launch.problems import LaunchError
 from megappo.layout.placement import place_pools
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "launch" / "slurm"
+SIGNAL_S = 65535
+"""The longest time before a job's limit at which sbatch sends a signal."""
 LOCAL_FILE_SYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
-
-
-class LaunchError(ValueError):
-    """A job that could not run. Attribute ``problems``: all of them, one line each, with its fix."""
-
-    def __init__(self, problems: tuple[str, ...]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +27,14 @@ class SlurmOptions:
     """What the configuration does not say.
 
     Attributes:
-        devices_per_node: None: those of the partition's largest nodes, or of the widest pool.
+        devices_per_node: None: those of the partition's nodes of which enough are there and the fewest devices idle,
+            or of the widest pool.
         time: as Slurm writes it.
         checkpoint_before_s: seconds before the time limit at which the run is asked to stop after its step.
         node_timeout_s: seconds that nodes may take to come.
         setup: shell file that every node sources first (modules, proxies).
-        interface: network interface whose address nodes use; empty: the address by which Slurm knows them.
+        interface: network interface whose address nodes use; empty: the address by which Slurm knows them. NCCL and
+            gloo take it for their sockets too, unless ``NCCL_SOCKET_IFNAME`` or ``GLOO_SOCKET_IFNAME`` say otherwise.
         sbatch: further arguments of sbatch.
     """
 
@@ -69,6 +66,11 @@ def _problems(config: Config, options: SlurmOptions, partitions: Mapping[str, Pa
         yield (
             f"--checkpoint-before: {options.checkpoint_before_s} s is not less than the {limit_s:g} s of --time: "
             "lower it (it must hold one step and one checkpoint), or raise --time"
+        )
+    if options.checkpoint_before_s > SIGNAL_S:
+        yield (
+            f"--checkpoint-before: {options.checkpoint_before_s} s is more than the {SIGNAL_S} s that sbatch's "
+            "--signal knows: lower it"
         )
     if options.setup and not Path(options.setup).is_file():
         yield f"--setup: {options.setup}: no such file: name a shell file that all nodes see"
@@ -107,7 +109,7 @@ def _node_problems(config: Config, options: SlurmOptions, partition: Partition |
     if partition is None:
         return
     if config.run.device == "cuda":
-        fitting = sum(kind.count for kind in partition.kinds if kind.gpus >= width)
+        fitting = _count(partition, width)
         kind = f"nodes with {width} GPUs"
     else:
         fitting, kind = sum(kind.count for kind in partition.kinds), "nodes"
@@ -148,9 +150,19 @@ def _devices_per_node(config: Config, options: SlurmOptions, partition: Partitio
     if options.devices_per_node:
         return options.devices_per_node
     widest = max(pool.devices_per_node for pool in config.pools.values())
-    if config.run.device == "cuda" and partition:
-        return max((kind.gpus for kind in partition.kinds), default=0) or widest
-    return widest
+    if config.run.device != "cuda" or partition is None:
+        return widest
+    widths = sorted({kind.gpus for kind in partition.kinds if kind.gpus}, reverse=True)
+    needed = {width: len(place_pools(config.pools, width)) for width in widths if width >= widest}
+    enough = [width for width, nodes in needed.items() if nodes <= _count(partition, width)]
+    if enough:  # of as many devices in all: fewer, wider nodes
+        return min(enough, key=lambda width: needed[width] * width)
+    return min(needed, default=max(widths, default=widest))
+
+
+def _count(partition: Partition, width: int) -> int:
+    """Nodes with at least so many GPUs."""
+    return sum(kind.count for kind in partition.kinds if kind.gpus >= width)
 
 
 def warnings(config: Config, nodes: int, width: int) -> Iterator[str]:

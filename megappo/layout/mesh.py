@@ -51,6 +51,15 @@ class Layout:
         return -(-least // group) * group
 
     @property
+    def unlike_stages(self) -> tuple[int, ...]:
+        """Pipeline stages of which one is the fullest: the first, the last, and the second for those between.
+
+        These hold equally many layers, often more than the ends (:func:`stage_layers`), and the earlier a stage, the
+        more micro-batches it has in flight.
+        """
+        return tuple(sorted({0, min(1, self.pp - 1), self.pp - 1}))
+
+    @property
     def expert_tp(self) -> int:
         """Tensor parallel size inside each expert."""
         return self.etp or self.tp

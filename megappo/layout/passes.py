@@ -97,7 +97,7 @@ def optimizer_phase(shape: Shape, layout: Layout, use: PassUse, device: DevicePr
             return stage_adapters(shape, layout, stage, adapters=use.adapters, scalar_head=use.scalar_head)
         return stage_parameters(shape, layout, stage, vocabulary=use.vocabulary, scalar_head=use.scalar_head)
 
-    largest = max(trained(stage) for stage in {0, layout.pp - 1})
+    largest = max(trained(stage) for stage in layout.unlike_stages)
     replicas = layout.dp * layout.cp
     link = device.link(layout.tp * replicas > device.devices_per_node) * REDUCE
     exchanged = (4 + use.item_bytes) * largest * (replicas - 1) / replicas

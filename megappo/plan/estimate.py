@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megappo.config import SCALAR_HEAD, Config, MegatronRoleConfig
-from megappo.fit import item_bytes, role_layout, rollout_memory, stage_memory
+from megappo.fit import fullest_stage, item_bytes, role_layout, rollout_memory
 from megappo.layout import passes
 from megappo.layout.devices import DeviceProfile
 from megappo.layout.generation import Load, cached_sequences, generation_phase
@@ -98,7 +98,7 @@ def estimate(config: Config, device: DeviceProfile, work: Workload, sync: Phase)
     }
     for name, role in config.roles.megatron.items():
         spec, layout = read_model_spec(config.model_folder(name)), role_layout(config, name)
-        memory = stage_memory(config, name, role, layout, 0, spec)  # no other has more weights
+        memory = fullest_stage(config, name, role, layout, spec)
         plain = role_phases(config, name, role, layout, spec, in_pool(config, role.pool, device), work)
         phases |= with_offload(config, name, role.offload, memory, plain, device, work)
     pools = {name: role.pool for name, role in config.roles.megatron.items()}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
 
 from megappo.config import Config, MegatronRoleConfig, Offload, PoolConfig, Recompute, RolloutConfig, Sleep
-from megappo.fit import rollout_memory, stage_memory
+from megappo.fit import fullest_stage, rollout_memory
 from megappo.layout.devices import DeviceProfile
 from megappo.layout.engine_memory import EngineMemory
 from megappo.layout.legality import divisors, fp8_problems, megatron_tp, rollout_tp
@@ -153,16 +153,9 @@ class PoolSearch:
                     role = replace(given, tp=tp, pp=pp, sequence_parallel=tp > 1, micro_batch_tokens=budget)
                     role = replace(role, vpp=1, recompute=recompute, offload="none")
                     self.tried += 1
-                    memory = self._memory(name, role, layout)
+                    memory = fullest_stage(self.config, name, role, layout, spec)
                     phases = role_phases(self.config, name, role, layout, spec, self.device, self.work)
                     yield Choice(role, phases, memory)
-
-    def _memory(self, name: str, role: MegatronRoleConfig, layout: Layout) -> RoleMemory:
-        stages = [
-            stage_memory(self.config, name, role, layout, stage, self.specs[name])
-            for stage in {0, min(1, layout.pp - 1), layout.pp - 1}
-        ]
-        return RoleMemory(*(max(getattr(one, part.name) for one in stages) for part in fields(RoleMemory)))
 
     def _kept(self, choices: Sequence[Choice]) -> list[Choice]:
         """The quickest, and those that take least beside others or alone."""
