@@ -150,7 +150,7 @@ def _compare(name: str, found: Numbers, wanted: Numbers) -> dict[str, float | st
             near = NEAR["bfloat16" if torch.cuda.is_available() else "float32"]
             if not gaps.mean() < near:
                 raise BenchError(f"{name}, {moment} the update: log-probabilities differ by {gaps.mean():.3g} nats")
-    if "memory" in found:
+    if "memory" in found and len(found["memory"]) <= torch.cuda.device_count():  # each has a GPU of its own
         row["more outside torch, MiB"] = max(found["memory"].values()) / 2**20
     for stat in ("actor/pg_loss", "actor/grad_norm") if "stats" in found else ():
         row[f"{stat.split('/')[1]} / one rank's"] = found["stats"][stat] / wanted["stats"][stat]

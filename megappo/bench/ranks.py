@@ -1,4 +1,4 @@
-"""A function on N ranks that form one world: a process each and, on a machine with GPUs, a GPU each."""
+"""A function on N ranks that form one world: a process each; where there are GPUs, each has one or a share of one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any, limit_s: floa
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
             device = devices[rank % len(devices)] if devices else ""
-            call = (rank, world, device, store.port, limit_s, theirs, function, args)
+            host = str(rank) if len(devices) < world else ""
+            call = (rank, world, device, host, store.port, limit_s, theirs, function, args)
             processes.append(context.Process(target=_rank, args=call, daemon=False))  # vLLM starts children
             processes[-1].start()
             theirs.close()
@@ -68,6 +69,7 @@ def _rank(
     rank: int,
     world: int,
     device: str,
+    host: str,
     port: int,
     limit_s: float,
     pipe: Connection,
@@ -76,6 +78,8 @@ def _rank(
 ) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = device  # before anything here looks at devices
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if host:  # NCCL takes ranks on one GPU only if they say that they are on several hosts
+        os.environ["NCCL_HOSTID"] = host
     try:
         import torch
         import torch.distributed as dist
