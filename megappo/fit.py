@@ -35,11 +35,15 @@ class Device:
     Attributes:
         name: as CUDA has it; "cpu" for a CPU process.
         total, free: bytes of its memory; 0 on CPU.
+        node: that it is in, in words.
+        node_memory: bytes that the node has for the process; 0 where that is not known.
     """
 
     name: str
     total: int = 0
     free: int = 0
+    node: str = ""
+    node_memory: int = 0
 
 
 @dataclass(frozen=True)

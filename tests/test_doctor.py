@@ -13,12 +13,12 @@ from small_run import make_run_folder
 
 from megappo.cli import main
 from megappo.config import load_config
-from megappo.doctor.command import checkpoint_bytes
 from megappo.doctor.facts import GIB, Facts, look
 from megappo.doctor.findings import Link, Needs, findings, slow_links
 from megappo.doctor.measure import measure_device, write_profile
 from megappo.doctor.probes import Seat, pairs, seats
 from megappo.fit import Device
+from megappo.plan.limits import checkpoint_bytes
 from megappo.plan.profile import load_profile
 from megappo.stack import Wanted
 
@@ -38,7 +38,7 @@ GOOD = Facts(
     disk_free=10**13,
     write_rate=2e9,
 )
-NEEDS = Needs(checkpoint=10**11, kept=2)
+NEEDS = Needs(checkpoint=10**11, kept=2, call_s=1800, host={"n1": 500 * GIB, "n7": 500 * GIB})
 
 
 def test_nothing_hurts_on_good_nodes() -> None:
@@ -55,13 +55,21 @@ def test_nothing_hurts_on_good_nodes() -> None:
         ({"lacking": ("ray: not installed: pip install 'ray==2.60.0'",)}, ("pip install 'ray==2.60.0'",)),
         ({"devices": (Device("NVIDIA H200", 140 * GIB, 100 * GIB),)}, ("device 0: 40.0 GiB are taken", "nvidia-smi")),
         ({"write_rate": None}, ("run.dir: nothing can be written",)),
-        ({"write_rate": 1e8}, ("100 MB/s", "100 GB takes 17 min", "faster file system")),
+        ({"write_rate": 2e8}, ("200 MB/s", "100 GB takes 8 min", "faster file system")),
+        ({"memory": 400 * GIB}, ("host memory: 400 GiB, and what is offloaded takes 500: offload less",)),
         ({"disk_free": 2 * 10**11}, ("200 GB are free, 3 checkpoints take 300", "run.keep_checkpoints")),
     ],
 )
 def test_what_hurts_is_named_with_its_fix(change: dict[str, object], words: tuple[str, ...]) -> None:
     (line,) = findings({"n7": replace(GOOD, **change)}, {}, NEEDS)  # type: ignore[arg-type]
     assert line.startswith("n7: ") and all(word in line for word in words), line
+
+
+def test_writing_a_checkpoint_is_one_call() -> None:
+    slow, limit = findings({"n7": replace(GOOD, write_rate=1e8)}, {}, NEEDS)
+    assert "100 GB takes 17 min" in slow
+    assert limit.startswith("n7: run.timeout_s: 1800 s is less than twice the 1000 s that a checkpoint takes if one")
+    assert limit.endswith(": give 2000")
 
 
 def test_rays_store_is_never_larger_than_ray_lets_it_be() -> None:

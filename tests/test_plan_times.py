@@ -198,4 +198,4 @@ def test_who_works_when() -> None:
 
 def test_every_number_of_a_profile_has_a_source() -> None:
     for profile in PROFILES.values():
-        assert set(profile.sources or {}) >= set(NUMBERS) - {"devices_per_node"}
+        assert set(profile.sources or {}) >= set(NUMBERS) - {"devices_per_node", "host_memory_gib"}

@@ -1,4 +1,4 @@
-"""Whether everything fits into the devices, as far as it can be known without them."""
+"""Whether everything fits into the devices, and calls into their limit, as far as it can be known without them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,29 @@ from megappo.config import Config, Devices, MegatronRoleConfig, SupervisedConfig
 from megappo.fit import Device, DeviceTooSmall
 from megappo.fit_given import check_training_fit
 from megappo.layout.memory import CONTEXT
+from megappo.plan.estimate import estimate, full_workload, on_nodes
+from megappo.plan.limits import call_problems
 from megappo.plan.memory import fit_problems
 from megappo.plan.profile import DeviceProfile, ProfileError, load_profile
+from megappo.plan.sync import rough_sync
 
 EIGHT_BITS = {"tensorwise": 8.9, "blockwise": 9.0}
 """The least compute capability for which Transformer Engine has products in 8 bits."""
 
 
 def fit_findings(config: Config) -> Iterator[str]:
-    """What does not fit into devices of ``run.device_profile``; of a configuration without errors.
+    """What does not fit into devices of ``run.device_profile``, or takes them long; of a configuration without errors.
 
     It is advice: only the run sees the devices that it gets, and then refuses what does not fit.
     """
     roles = {f"roles.{name}": role for name, role in config.roles.megatron.items()}
-    yield from _findings(config, lambda device: (*_eight_bit_problems(roles, device), *fit_problems(config, device)))
+
+    def problems(profile: DeviceProfile) -> Sequence[str]:
+        device = on_nodes(config, profile)
+        lacks = fit_problems(config, device)
+        return (*_eight_bit_problems(roles, device), *lacks, *(() if lacks else _late_calls(config, device)))
+
+    yield from _findings(config, problems)
 
 
 def training_fit_findings(config: SupervisedConfig, role: str) -> Iterator[str]:
@@ -53,6 +62,10 @@ def _findings(config: Devices, problems: Callable[[DeviceProfile], Sequence[str]
         return
     for problem in problems(device):
         yield Advice(f"{problem} (planned for run.device_profile: {config.run.device_profile})")
+
+
+def _late_calls(config: Config, device: DeviceProfile) -> Iterator[str]:
+    yield from call_problems(config, estimate(config, device, full_workload(config), rough_sync(config, device)))
 
 
 def _eight_bit_problems(roles: Mapping[str, MegatronRoleConfig], device: DeviceProfile) -> Iterator[str]:

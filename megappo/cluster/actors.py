@@ -22,6 +22,7 @@ from megappo.cluster.calls import Timed
 from megappo.cluster.dataflow import Selection, TableRef, put_table
 from megappo.cluster.watch import Address, Watch
 from megappo.fit import Device
+from megappo.host_memory import host_memory
 from megappo.stack import Wanted, problems
 from megappo.workers.lifetime import end_with_parent
 
@@ -54,6 +55,11 @@ def _device_memory_gib() -> float | None:
         return None
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 2**30
+
+
+def _node() -> tuple[str, int]:
+    """This node in words, and bytes of its memory."""
+    return f"node {ray.util.get_node_ip_address()}", host_memory()
 
 
 class LoggedProcess:
@@ -111,7 +117,7 @@ class MegatronProcess(LoggedProcess):
         if not torch.cuda.is_available():
             return Device("cpu")
         free, total = torch.cuda.mem_get_info()
-        return Device(torch.cuda.get_device_name(), total, free)
+        return Device(torch.cuda.get_device_name(), total, free, *_node())
 
     @timed
     def build(self, role: str, settings: Any) -> None:
@@ -221,7 +227,7 @@ class RolloutProcess(LoggedProcess):
     def devices(self) -> list[Device]:
         """This engine's devices, asked for in a process that ends: vLLM wants to be the first to use them here."""
         lines = subprocess.run([sys.executable, "-c", _DEVICES], stdout=subprocess.PIPE, text=True, check=True).stdout
-        return [Device(name, total, free) for name, total, free in map(json.loads, lines.splitlines())]
+        return [Device(name, total, free, *_node()) for name, total, free in map(json.loads, lines.splitlines())]
 
     @timed
     def build(self, settings: Any) -> None:

@@ -20,6 +20,7 @@ from megappo.cluster.streaming import Streaming
 from megappo.cluster.weights import WeightSync
 from megappo.config import SCALAR_HEAD, TRAINED, Config, MegatronRoleConfig
 from megappo.fit import check_fit
+from megappo.fit_host import check_nodes
 from megappo.stack import MEGATRON, ROLLOUT
 from megappo.workers.settings import EngineSettings, RoleSettings, Sampling
 
@@ -138,6 +139,7 @@ class Cluster(Processes):
         if device == "cuda":
             alone = {} if shared else {serving_pool: start.engine_devices(serving)}
             check_fit(config, {**joined, **alone})
+            check_nodes(config, {**joined, **alone})
         if shared:
             (serving,) = start.located(start.engines_beside(members[serving_pool]))
             start.check_stacks((serving, ROLLOUT[device]))

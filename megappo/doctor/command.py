@@ -7,18 +7,15 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from megappo.check import check_file
-from megappo.config import TRAINED, Config
+from megappo.config import Config
 
 BAD_INPUT = 2
 FOUND = 1
 """Exit status where something will hurt."""
-STATE_BYTES = {"bfloat16": 14, "float32": 12}
-"""Of a checkpoint, for each parameter: the weight, and what the optimizer keeps of it."""
 
 
 def add_doctor(commands: Any) -> None:
@@ -75,6 +72,8 @@ def _this_machine() -> int:
 def _allocation(config: Config) -> int:
     from megappo.doctor.findings import Needs, findings, slow_links
     from megappo.doctor.probes import examine
+    from megappo.fit_host import host_bytes
+    from megappo.plan.limits import checkpoint_bytes
 
     began = time.monotonic()
     found = examine(config)
@@ -84,22 +83,14 @@ def _allocation(config: Config) -> int:
         for link in found.links:
             print(f"  {link.rate / 1e9:8.2f} GB/s  {link.between}")
     print(f"looked at in {time.monotonic() - began:.0f} s")
-    needs = Needs(checkpoint_bytes(config), config.run.keep_checkpoints)
+    waiting = host_bytes(config) if config.run.device == "cuda" else {}
+    needs = Needs(
+        checkpoint=checkpoint_bytes(config),
+        kept=config.run.keep_checkpoints,
+        call_s=config.run.timeout_s,
+        host={node: sum(waiting.get(pool, 0) for pool in pools) for node, pools in found.pools.items()},
+    )
     return _verdict([*findings(found.nodes, found.skews, needs), *slow_links(found.links)])
-
-
-def checkpoint_bytes(config: Config) -> int:
-    """Of one checkpoint: weights and optimizer state of actor and critic."""
-    from megappo.models.lora import is_adapter
-    from megappo.models.spec import read_model_spec, with_lora
-
-    parameters = 0
-    for name, role in config.roles.megatron.items():
-        if name in TRAINED:
-            spec = with_lora(read_model_spec(config.model_folder(name)), role.lora)
-            held = [shape for tensor, shape in spec.hf_shapes().items() if spec.lora is None or is_adapter(tensor)]
-            parameters += sum(map(prod, held))
-    return parameters * STATE_BYTES[config.run.dtype]
 
 
 def node_lines(nodes: Any, skews: Any) -> Iterator[str]:

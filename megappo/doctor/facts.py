@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.fit import Device
+from megappo.host_memory import host_memory
 from megappo.stack import Wanted, installed_version, problems
 
 GIB = 1 << 30
@@ -28,7 +29,8 @@ class Facts:
         host: name.
         clock: Unix seconds, taken as this was looked at.
         cores: that the process may run on.
-        memory, shared_memory: bytes; of the latter, the size of ``/dev/shm`` and what is free there.
+        memory: bytes that processes here may take.
+        shared_memory: bytes of ``/dev/shm``, and what is free there.
         open_files: soft and hard limit.
         locked_memory: the same, in bytes; None: as much as there is.
         versions: of Python and packages.
@@ -80,11 +82,6 @@ def look(run_dir: str, wanted: Sequence[Wanted], probe_bytes: int = 256 << 20) -
         disk_free=shutil.disk_usage(folder).free,
         write_rate=_write_rate(folder, probe_bytes),
     )
-
-
-def host_memory() -> int:
-    """Bytes of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _devices() -> tuple[Device, ...]:

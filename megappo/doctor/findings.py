@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megappo.doctor.facts import GIB, Facts
 from megappo.layout.devices import known_profile
+from megappo.plan.limits import MARGIN, round_up
 
 OPEN_FILES = 65536
 """What Ray asks for: each worker, and each connection between nodes, takes some."""
@@ -45,10 +46,14 @@ class Needs:
     Attributes:
         checkpoint: bytes of one.
         kept: checkpoints that lie in the run's folder at most.
+        call_s: seconds that writing one may take (``run.timeout_s``).
+        host: bytes of memory, by node, for what is offloaded.
     """
 
     checkpoint: int = 0
     kept: int = 1
+    call_s: float = float("inf")
+    host: Mapping[str, int] = field(default_factory=dict)
 
 
 def findings(nodes: Mapping[str, Facts], skews: Mapping[str, float], needs: Needs) -> Iterator[str]:
@@ -60,6 +65,11 @@ def findings(nodes: Mapping[str, Facts], skews: Mapping[str, float], needs: Need
     """
     for name, facts in nodes.items():
         yield from (f"{name}: {line}" for line in _of_node(facts, needs, alone=len(nodes) == 1))
+        if (waiting := needs.host.get(name, 0)) > facts.memory:
+            yield (
+                f"{name}: host memory: {facts.memory / GIB:.0f} GiB, and what is offloaded takes {waiting / GIB:.0f}: "
+                "offload less (roles.*.offload; megappo plan says what takes how much), or take nodes with more"
+            )
         if abs(skews.get(name, 0.0)) > SKEW_S:
             yield (
                 f"{name}: its clock is {skews[name]:+.1f} s off, so that times in the log and the report are wrong: "
@@ -123,6 +133,11 @@ def _of_node(facts: Facts, needs: Needs, *, alone: bool) -> Iterator[str]:
             yield (
                 f"run.dir: {facts.write_rate / 1e6:.0f} MB/s, so that a checkpoint of {needs.checkpoint / 1e9:.0f} GB "
                 f"takes {seconds / 60:.0f} min if one node writes it: choose a faster file system, or save less often"
+            )
+        if MARGIN * seconds > needs.call_s:
+            yield (
+                f"run.timeout_s: {needs.call_s:g} s is less than twice the {seconds:.0f} s that a checkpoint takes if "
+                f"one node writes it: give {round_up(MARGIN * seconds)}"
             )
         room = needs.checkpoint * (needs.kept + 1)
         if facts.disk_free < room:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import yaml
 
-from megappo.doctor.facts import host_memory
+from megappo.host_memory import host_memory
 from megappo.layout.devices import DeviceProfile, known_profile
 
 REPEATS = 5
@@ -37,10 +37,16 @@ def measure_device(matrix: int | None = None, copied: int | None = None) -> dict
     local = 2 * copied / _seconds(lambda: target.copy_(source))
     sources = {
         "memory_gib": "as the device tells",
+        "host_memory_gib": "as the node tells",
         "matrix_tflops": f"measured: {str(dtype).removeprefix('torch.')} product of {matrix} x {matrix} matrices",
         "memory_gb_s": f"measured: copy of {copied >> 20} MiB, bytes read and written",
     }
-    rates = {"memory_gib": memory / (1 << 30), "matrix_tflops": flops / 1e12, "memory_gb_s": local / 1e9}
+    rates = {
+        "memory_gib": memory / (1 << 30),
+        "host_memory_gib": host_memory() / (1 << 30),
+        "matrix_tflops": flops / 1e12,
+        "memory_gb_s": local / 1e9,
+    }
     if on_cuda:
         host = torch.empty(copied, dtype=torch.uint8, pin_memory=True)
         rates["host_gb_s"] = copied / _seconds(lambda: host.copy_(source)) / 1e9

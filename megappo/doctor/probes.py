@@ -93,11 +93,13 @@ class Examined:
 
     Attributes:
         nodes, skews: of :func:`megappo.doctor.findings.findings`.
+        pools: that each of the nodes serves.
         links: measured ones.
     """
 
     nodes: dict[str, Facts]
     skews: dict[str, float]
+    pools: dict[str, tuple[str, ...]]
     links: list[Link]
 
 
@@ -151,7 +153,8 @@ def examine(config: Config) -> Examined:
         serving: dict[str, list[str]] = {}
         for seat, name in names.items():
             serving.setdefault(name, []).append(seat.pool)
-        titles = {name: f"{name} ({', '.join(dict.fromkeys(pools_there))})" for name, pools_there in serving.items()}
+        once_each = {name: tuple(dict.fromkeys(pools)) for name, pools in serving.items()}
+        titles = {name: f"{name} ({', '.join(pools)})" for name, pools in once_each.items()}
         once = {name: at for at, name in reversed(list(enumerate(names.values())))}
         nodes, skews = {}, {}
         for name, at in once.items():  # one after the other: they may write to the same disk
@@ -160,7 +163,8 @@ def examine(config: Config) -> Examined:
             asked = time.time()
             ((clock,),) = calls.gather(alone.each("clock", lambda _: ()))
             skews[titles[name]] = clock - (asked + time.time()) / 2
-        return Examined(nodes, skews, _measure(probes, taken, addresses, limit_s))
+        pools = {titles[name]: there for name, there in once_each.items()}
+        return Examined(nodes, skews, pools, _measure(probes, taken, addresses, limit_s))
 
 
 def _measure(probes: Group, taken: Sequence[Seat], addresses: Sequence[str], limit_s: float) -> list[Link]:

@@ -80,7 +80,7 @@ def _slurm(options: argparse.Namespace) -> int:
     )
     script = batch_script(config, chosen, partitions)
     nodes, width = nodes_of_job(config, chosen, partitions)
-    for line in warnings(config, len(nodes), width):
+    for line in warnings(config, chosen, len(nodes), width):
         print(f"warning: {line}", file=sys.stderr)
     if options.submit and shutil.which("sbatch") is None:
         print("error: --submit: no sbatch here: call it on a login node, or copy the script there", file=sys.stderr)

@@ -15,10 +15,17 @@ from megappo.launch.nodes import PIN_POOLS
 from megappo.launch.partitions import Partition, duration_s
 from megappo.launch.problems import LaunchError
 from megappo.layout.placement import place_pools
+from megappo.plan.estimate import estimate, full_workload, on_nodes
+from megappo.plan.limits import checkpoint_bytes, round_up
+from megappo.plan.memory import fit_problems
+from megappo.plan.profile import load_profile
+from megappo.plan.sync import rough_sync
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "launch" / "slurm"
 SIGNAL_S = 65535
 """The longest time before a job's limit at which sbatch sends a signal."""
+WRITE_RATE = 2e9
+"""Bytes a second that a shared file system is taken to write, from all nodes together."""
 LOCAL_FILE_SYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 
 
@@ -165,8 +172,14 @@ def _count(partition: Partition, width: int) -> int:
     return sum(kind.count for kind in partition.kinds if kind.gpus >= width)
 
 
-def warnings(config: Config, nodes: int, width: int) -> Iterator[str]:
+def warnings(config: Config, options: SlurmOptions, nodes: int, width: int) -> Iterator[str]:
     """What will not keep the job from starting, but may hurt."""
+    if not config.run.save_every and config.run.steps > 1 and config.run.keep_best is None:
+        yield (
+            "run.save_every: 0: where a node fails, Slurm puts the job back into the queue, and it begins at the first "
+            "step: give run.save_every"
+        )
+    yield from _end_warnings(config, options)
     idle = nodes * width - sum(pool.devices for pool in config.pools.values())
     if idle and config.run.device == "cuda":
         yield f"pools: {idle} of the {nodes * width} GPUs of the job's {nodes} nodes are in no pool and stay idle"
@@ -174,6 +187,24 @@ def warnings(config: Config, nodes: int, width: int) -> Iterator[str]:
         yield (
             f"run.dir: {os.path.abspath(config.run.folder)} is on a {kind} file system, which other nodes hardly see: "
             "choose a folder that all nodes share"
+        )
+
+
+def _end_warnings(config: Config, options: SlurmOptions) -> Iterator[str]:
+    """Whether a step and a checkpoint come to an end between the signal and the time limit."""
+    if config.run.device != "cuda":
+        return
+    device = on_nodes(config, load_profile(config.run.device_profile))
+    if fit_problems(config, device):
+        return
+    step_s = estimate(config, device, full_workload(config), rough_sync(config, device)).seconds
+    size = checkpoint_bytes(config)
+    save_s = size / WRITE_RATE
+    if options.checkpoint_before_s < step_s + save_s:
+        yield (
+            f"--checkpoint-before: {options.checkpoint_before_s} s is less than the {step_s:.0f} s predicted for a "
+            f"step and {save_s:.0f} s for a checkpoint of {size / 1e9:.0f} GB at {WRITE_RATE / 1e9:g} GB/s (megappo "
+            f"doctor measures it): give {round_up(1.25 * step_s + save_s)}, or Slurm may end the run before it is done"
         )
 
 

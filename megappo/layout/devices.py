@@ -23,6 +23,7 @@ class DeviceProfile:
         node_gb_s: to another device of its node, each way.
         network_gb_s: of its share of the node's network, each way.
         devices_per_node: in a full node.
+        host_memory_gib: of its node, in GiB; None: not known, so that what is offloaded is not compared with it.
         compute_capability: CUDA's, which products in 8 bits depend on.
         engine_step_ms, engine_sequence_us: time of the host's processor in one step of vLLM's Python scheduler and
             sampler: fixed, and for each sequence decoded. They depend on the host more than on the device.
@@ -37,6 +38,7 @@ class DeviceProfile:
     node_gb_s: float
     network_gb_s: float
     devices_per_node: int = 8
+    host_memory_gib: float | None = None
     compute_capability: float = 9.0
     engine_step_ms: float = 2.0
     engine_sequence_us: float = 20.0
@@ -63,7 +65,7 @@ class DeviceProfile:
 
 
 NUMBERS = tuple(field.name for field in fields(DeviceProfile) if field.name not in ("name", "sources"))
-"""Fields that are numbers, as a file may give them."""
+"""Fields that are numbers, as a file may give them; those whose default is None may be null."""
 
 _NETWORK = "90% of a 400 Gbit/s port for each device, not measured"
 _H200 = {

@@ -10,6 +10,7 @@ from megappo.config import Config
 from megappo.layout.devices import DeviceProfile
 from megappo.plan import text
 from megappo.plan.estimate import Workload, estimate, full_workload, on_nodes
+from megappo.plan.limits import call_problems
 from megappo.plan.memory import fit_problems
 from megappo.plan.picture import write_picture
 from megappo.plan.profile import load_profile
@@ -79,7 +80,8 @@ def plan(config: Config, options: Options, show: Callable[[str], None]) -> None:
     if config.ppo.staleness:
         strict = estimate(replace(config, ppo=replace(config.ppo, staleness=0)), device, work, sync)
         show("\n".join(text.overlap_lines(config.ppo.staleness, found.seconds, strict.seconds)) + "\n")
-    show("\n".join([ACCURACY, *notes(config)]))
+    warnings = [f"warning: {problem}" for problem in call_problems(config, found)]
+    show("\n".join([*warnings, ACCURACY, *notes(config)]))
     if options.out:
         show(str(write_picture(Path(options.out), found, list(config.pools))))
 

@@ -16,10 +16,12 @@ from megappo.fit import (
     role_layout,
     rollout_memory,
 )
+from megappo.fit_host import check_nodes
 from megappo.layout.devices import DeviceProfile
 from megappo.layout.engine_memory import EngineMemory
 from megappo.layout.generation import cached_sequences
-from megappo.layout.memory import CONTEXT, RoleMemory
+from megappo.layout.memory import CONTEXT, GIB, RoleMemory
+from megappo.plan.sync import places
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,19 @@ class Peak:
 
 def fit_problems(config: Config, device: DeviceProfile) -> tuple[str, ...]:
     """What does not fit, in words, each with the ways out; empty if everything does."""
-    empty = Device(device.name, device.memory, device.memory - CONTEXT)
-    try:
-        check_fit(config, {name: [empty] * pool.devices for name, pool in used_pools(config).items()})
-    except DeviceTooSmall as error:
-        return error.problems
-    return ()
+    memory = int((device.host_memory_gib or 0) * GIB)
+    nodes = places(config, device.devices_per_node)
+    empty = {
+        name: [Device(device.name, device.memory, device.memory - CONTEXT, node, memory) for node, _ in nodes[name]]
+        for name in used_pools(config)
+    }
+    found: list[str] = []
+    for check in (check_fit, check_nodes):
+        try:
+            check(config, empty)
+        except DeviceTooSmall as error:
+            found += error.problems
+    return tuple(found)
 
 
 def used_pools(config: Config) -> dict[str, PoolConfig]:
@@ -127,27 +136,3 @@ def _turns(config: Config, device: DeviceProfile, name: str, length: float | Non
         kinds.setdefault(tuple(layout.coordinates(rank)["pp"] for layout in layouts), rank)
     for rank in kinds.values():
         yield from ((rank, turn) for turn in pool_turns(config, name, rank, device.memory, length))
-
-
-def host_bytes(config: Config) -> dict[str, int]:
-    """Pinned host memory that each pool's fullest node needs for what is offloaded, and for weights to be merged."""
-    out = {}
-    for name, pool in config.pools.items():
-        device = 0
-        for role, its in config.roles.megatron.items():
-            if its.pool == name and its.offload != "none":
-                layout = role_layout(config, role)
-                memory = [megatron_memory(config, role, layout.rank(pp=stage)) for stage in {0, layout.pp - 1}]
-                device += max(m.optimizer + (m.weights if its.offload == "all" else 0) for m in memory)
-        rollout = config.roles.rollout
-        if rollout.pool == name and rollout.sleep == "offload" and _shares(config):
-            device += rollout_memory(config).weights
-        if rollout.pool == name and config.roles.actor.lora is not None:
-            device += rollout_memory(config).weights
-        if device:
-            out[name] = device * pool.devices_per_node
-    return out
-
-
-def _shares(config: Config) -> bool:
-    return any(role.pool == config.roles.rollout.pool for role in config.roles.megatron.values())

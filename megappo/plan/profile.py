@@ -55,6 +55,8 @@ def _problems(raw: Mapping[Any, Any]) -> Iterator[str]:
         if key not in raw:
             if known[key].default is MISSING:
                 yield f"{key}: missing: give a number > 0"
+        elif value is None and known[key].default is None:
+            continue
         elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             yield f"{key}: {value!r} is not a number > 0"
         elif key == "devices_per_node" and not isinstance(value, int):

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from megappo.config import Config
 from megappo.fit import role_layout
+from megappo.fit_host import host_bytes
 from megappo.layout.devices import DeviceProfile
 from megappo.layout.memory import GIB
 from megappo.layout.timeline import Busy, Phase, busy_share
 from megappo.plan.estimate import Estimate, Workload
-from megappo.plan.memory import engine_share, host_bytes, peaks, role_stages
+from megappo.plan.memory import engine_share, peaks, role_stages
 
 NAMES = {
     "gen": "generate",
@@ -92,7 +93,8 @@ def memory_lines(config: Config, device: DeviceProfile) -> Iterator[str]:
     width = max(len(row[4]) for row in rows)
     yield from table([(*row[:4], row[4].ljust(width)) for row in rows])
     for name, size in host_bytes(config).items():
-        yield f"host memory for what is offloaded: {_gib(size)} GiB on each node of {name}"
+        there = f", which has {device.host_memory_gib:.1f}" if device.host_memory_gib else ""
+        yield f"host memory for what is offloaded: {_gib(size)} GiB on each node of {name}{there}"
 
 
 def phase_lines(estimate: Estimate, work: Workload, devices: int) -> Iterator[str]:

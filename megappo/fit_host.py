@@ -1,0 +1,90 @@
+"""Whether nodes have the memory for what waits there, page-locked: roles and engines that leave their devices at times.
+
+As :mod:`megappo.fit`, which looks at the devices. Plain Python as well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from megappo.config import Config
+from megappo.fit import Device, DeviceTooSmall, megatron_memory, role_layout, rollout_memory
+from megappo.layout.memory import GIB, RoleMemory
+
+ASLEEP, MERGED = "sleeping engines", "weights to be merged with adapters"
+
+
+def check_nodes(config: Config, devices: Mapping[str, Sequence[Device]]) -> None:
+    """Compare what waits on every node with the memory that it has.
+
+    Args:
+        devices: of each pool, in the order of its ranks.
+
+    Raises:
+        DeviceTooSmall: naming the node that lacks most, what waits there, and the ways out.
+    """
+    if found := tuple(_problems(config, devices)):
+        raise DeviceTooSmall(found)
+
+
+def waiting(config: Config, pool: str) -> list[dict[str, int]]:
+    """What waits on the host for each device of a pool, in bytes by role and purpose."""
+    out: list[dict[str, int]] = [{} for _ in range(config.pools[pool].devices)]
+    for name, role in config.roles.megatron.items():
+        if role.pool == pool and role.offload != "none":
+            layout = role_layout(config, name)
+            stages = [megatron_memory(config, name, layout.rank(pp=stage)) for stage in range(layout.pp)]
+            for rank, uses in enumerate(out):
+                uses[name] = _away(stages[layout.coordinates(rank)["pp"]], role.offload)
+    rollout = config.roles.rollout
+    if rollout.pool == pool:
+        shares = any(role.pool == pool for role in config.roles.megatron.values())
+        asleep = {ASLEEP} if shares and rollout.sleep == "offload" else set()
+        merged = {MERGED} if config.roles.actor.lora is not None else set()
+        for uses in out:
+            uses |= dict.fromkeys(asleep | merged, rollout_memory(config).weights)
+    return out
+
+
+def host_bytes(config: Config) -> dict[str, int]:
+    """Bytes that wait on the fullest node of each pool, where any do."""
+    out = {}
+    for name, pool in config.pools.items():
+        sizes = [sum(uses.values()) for uses in waiting(config, name)]
+        nodes = range(0, pool.devices, pool.devices_per_node)
+        if most := max(sum(sizes[first : first + pool.devices_per_node]) for first in nodes):
+            out[name] = most
+    return out
+
+
+def _away(memory: RoleMemory, offload: str) -> int:
+    """Bytes that leave; gradients are not kept."""
+    return memory.optimizer + (memory.weights if offload == "all" else 0)
+
+
+def _problems(config: Config, devices: Mapping[str, Sequence[Device]]) -> Iterator[str]:
+    has: dict[str, int] = {}
+    takes: dict[str, Counter[str]] = {}
+    for pool, own in devices.items():
+        for device, uses in zip(own, waiting(config, pool), strict=False):  # engines may leave some of a pool over
+            if device.node_memory:
+                has[device.node] = device.node_memory
+                takes.setdefault(device.node, Counter()).update(uses)
+    node = max(takes, key=lambda node: takes[node].total() - has[node], default="")
+    if node and takes[node].total() > has[node]:
+        listed = ", ".join(f"{who} {size / GIB:.1f}" for who, size in takes[node].most_common() if size)
+        yield (
+            f"host memory: {node} has {has[node] / GIB:.1f} GiB, and {takes[node].total() / GIB:.1f} GiB are to wait "
+            f"there while others use its devices: {listed}; ways out: {'; '.join(_ways_out(config, takes[node]))}"
+        )
+
+
+def _ways_out(config: Config, uses: Mapping[str, int]) -> Iterator[str]:
+    for name, role in config.roles.megatron.items():
+        if uses.get(name):
+            yield f"roles.{name}.offload={'optimizer or none' if role.offload == 'all' else 'none'}"
+    if ASLEEP in uses:
+        yield "roles.rollout.sleep=drop"
+    yield "more tp or pp, which leave fewer copies of the weights"
+    yield "nodes with more memory"

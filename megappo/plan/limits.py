@@ -1,0 +1,57 @@
+"""What is predicted, against the limits on time that a run sets itself: one call, and the time before a job's end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil, floor, log10, prod
+
+from megappo.config import TRAINED, Config
+from megappo.layout.timeline import GENERATE
+from megappo.models.lora import is_adapter
+from megappo.models.spec import read_model_spec, with_lora
+from megappo.plan.estimate import Estimate
+from megappo.plan.text import NAMES
+
+MARGIN = 2.0
+"""Times what is predicted, the least that a limit should be: a call that takes longer is taken for a hang."""
+STATE_BYTES = {"bfloat16": 14, "float32": 12}
+"""Of a checkpoint, for each parameter: the weight, and what the optimizer keeps of it."""
+
+
+def call_problems(config: Config, step: Estimate) -> Iterator[str]:
+    """Whether a phase, which is one call of each process, could be taken for a hang by ``run.timeout_s``."""
+    calls = {NAMES[name]: phase.seconds for name, phase in step.phases.items() if name in NAMES}
+    if config.ppo.streams:  # a turn of the engines lasts from one weight sync to the next
+        calls[NAMES[GENERATE]] = max(calls[NAMES[GENERATE]], step.seconds)
+    yield from limit_problems(config, calls, "predicted for")
+
+
+def limit_problems(config: Config, calls: dict[str, float], words: str) -> Iterator[str]:
+    """Whether a call that takes so many seconds could be taken for a hang.
+
+    Args:
+        words: between its seconds and its name.
+    """
+    name = max(calls, key=calls.__getitem__)
+    if config.run.timeout_s < MARGIN * calls[name]:
+        yield (
+            f"run.timeout_s: {config.run.timeout_s:g} s is less than twice the {calls[name]:.0f} s {words} {name}: "
+            f"give {round_up(MARGIN * calls[name])}"
+        )
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Of one checkpoint: weights and optimizer state of actor and critic."""
+    parameters = 0
+    for name, role in config.roles.megatron.items():
+        if name in TRAINED:
+            spec = with_lora(read_model_spec(config.model_folder(name)), role.lora)
+            held = [shape for tensor, shape in spec.hf_shapes().items() if spec.lora is None or is_adapter(tensor)]
+            parameters += sum(map(prod, held))
+    return parameters * STATE_BYTES[config.run.dtype]
+
+
+def round_up(seconds: float) -> int:
+    """A round number of seconds, at least so many: for instance 6868 to 7000."""
+    part = max(10 ** floor(log10(seconds)) / 2, 1)
+    return ceil(ceil(seconds / part) * part)
