@@ -252,6 +252,9 @@ def process(rank: int, transfer: TransferSpec, meeting: Meeting, doomed: int, fa
     """One process that has no group but the transfer's."""
     params = numbered(transfer, rank, 1)
     end = endpoint(transfer, rank, params, meeting)
+    store = end._gloo.store
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{other}" for other in range(transfer.world)])  # nobody dies before all are connected
     if rank == doomed:
         inner = end._carriers or dict.fromkeys(range(transfer.world), end._gloo)
         wrapper = Doomed(next(iter(inner.values())), fate) if fate else Flipping(next(iter(inner.values())))

@@ -11,6 +11,7 @@ from test_transfer import CASES, MODEL, numbered, small
 
 from megappo.layout.mesh import Layout
 from megappo.reshard.actor_to_rollout import TransferSpec
+from megappo.reshard.copies import Copy
 from megappo.reshard.routes import DEVICE, distance
 from megappo.reshard.transfer import destination_block
 from megappo.reshard.verify import MOST, ROW, SHARE, Verifier, _all_multipliers, _device_checksums, checksums
@@ -64,13 +65,14 @@ def test_checksum_sees_changes_and_swaps() -> None:
 
 
 def test_samples_cover_everything_in_time() -> None:
-    transfer = replace(small(False), model=replace(MODEL, num_layers=18))
+    transfer = replace(small(False), model=replace(MODEL, num_layers=24))
     receiver = transfer.world - 1
     part = transfer.part(receiver)
     sample = Verifier(receiver, part, "sample")
     for source, regions in Verifier(receiver, part, "full").received.items():
         assert len(regions) > SHARE
-        chosen = [sample._chosen(version, sample.received[source]) for version in range(SHARE)]
+        assert sample._chosen(0, sample.received[source]) == regions  # the first sync
+        chosen = [sample._chosen(version, sample.received[source]) for version in range(1, SHARE + 1)]
         assert sorted(region for some in chosen for region in some) == sorted(regions)
         assert max(map(len, chosen)) <= min(MOST, -(-len(regions) // SHARE))
     assert not Verifier(receiver, part, "off").received
@@ -86,19 +88,25 @@ def test_a_sample_finds_what_it_looks_at_and_no_more() -> None:
         begin, size = copy.source_offset, copy.size
         destination_block(params, copy).copy_(source[tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))])
     victim = "model.layers.1.mlp.down_proj.weight"
-    seen = []
-    for version in range(min(SHARE, len(ends[receiver].received[0]))):
-        said = {rank: ends[rank].sent_sums(version, numbered(transfer, rank, 1))[receiver] for rank in range(receiver)}
+    seen: list[list[Copy]] = []
+    for version in range(SHARE + 1):
+        said = {
+            rank: sums[receiver]
+            for rank in range(receiver)
+            if (sums := ends[rank].sent_sums(version, numbered(transfer, rank, 1)))
+        }
+        assert said.keys() == ends[receiver].empty_sums(version).keys()
         assert ends[receiver].differences(version, params, said) == []
         spoilt = {name: param.clone() for name, param in params.items()}
         spoilt[victim][0, 0] += 1
-        seen += [copy for copy, _ in ends[receiver].differences(version, spoilt, said)]
+        seen.append([copy for copy, _ in ends[receiver].differences(version, spoilt, said)])
         # Sums of another sync are not taken for this one's.
-        assert ends[receiver].differences(
-            version, params, {r: s + torch.eye(1, len(s))[0].long() for r, s in said.items()}
-        )
-    assert [copy.param for copy in seen] == [victim]
-    assert seen[0].source == 0  # the sender of the first columns
+        others = {rank: sums + torch.eye(1, len(sums))[0].long() for rank, sums in said.items()}
+        assert bool(ends[receiver].differences(version, params, others)) == bool(said)
+    first, *later = seen  # the first is looked at as a whole
+    assert [copy.param for copy in first] == [victim]
+    assert [copy.param for found in later for copy in found] == [victim]
+    assert first[0].source == 0  # the sender of the first columns
 
 
 def test_what_is_known_without_the_plan() -> None:

@@ -91,7 +91,10 @@ class RolloutConfig:
         "but off",
         "drop",
     )
-    verify: Verify = key("checksums after each weight sync: none, of other regions each time, or of all", "sample")
+    verify: Verify = key(
+        "checksums after each weight sync: none; of all at the first, then of other regions each time; always of all",
+        "sample",
+    )
     transport: Carrier = key("what carries new weights: chosen by where the ranks are, or gloo in any case", "auto")
     validation_temperature: float = key("sampling temperature in validation; 0: greedy", 0.0, at_least=0)
     validation_samples: int = key("responses sampled for each validation prompt", 1, at_least=1)

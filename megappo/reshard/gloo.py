@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class GlooTransport:
         """
         timeout = timedelta(seconds=timeout_s)
         self.store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        self.rank, self.timeout_s, self.describe = rank, timeout_s, describe
+        self.rank, self.timeout_s, self.describe = rank, timeout_s, cache(describe)
         self._buckets = Buckets(bucket_bytes)
         self._pinned = Buckets(bucket_bytes, lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
         gloo: Any = dist.ProcessGroupGloo

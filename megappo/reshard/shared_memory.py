@@ -1,35 +1,87 @@
 """Messages between processes of one host: packed by the sender into memory that the receiver reads.
 
-Each sender has a ring of buckets for all its receivers. A note over gloo says that a bucket is filled, another that
-it is free again; so a process that dies or stalls is noticed as everywhere else.
+Each sender has a ring of buckets for all its receivers, and a connection to each. A byte over it says which bucket is
+filled, another that it is free again; a process that dies closes its end.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
+import socket
 import tempfile
 from collections.abc import Collection, Mapping
-from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 
-from megappo.reshard.gloo import FREE, READY, GlooTransport, GlooWork
-from megappo.reshard.transport import Blocks, pack, unpack
+from megappo.reshard.gloo import GlooTransport
+from megappo.reshard.transport import Blocks, TransferError, pack, unpack
 
 FOLDER = "/dev/shm"
+"""Where processes of one host find each other's doors, and those of others cannot."""
+
+RANK_BYTES = 4
+
+
+class Line:
+    """This rank's end of a connection to another process of the host."""
+
+    def __init__(self, connection: socket.socket, who: str, limit_s: float) -> None:
+        """Take it.
+
+        Args:
+            who: the other one, for people.
+            limit_s: on each wait, in seconds.
+        """
+        connection.settimeout(limit_s)
+        self._connection, self._who = connection, who
+
+    def say(self, bucket: int) -> None:
+        """Name a bucket; returns at once.
+
+        Raises:
+            TransferError: the other one is gone.
+        """
+        try:
+            self._connection.sendall(bytes([bucket]))
+        except OSError as error:
+            raise TransferError(f"{self._who} took nothing and is gone ({error.strerror})") from None
+
+    def hear(self, otherwise: str) -> int:
+        """Wait for the other one to name a bucket.
+
+        Args:
+            otherwise: what it failed to do if it does not.
+
+        Raises:
+            TransferError: it is gone, or took longer than the limit.
+        """
+        try:
+            said = self._connection.recv(1)
+        except TimeoutError:
+            raise TransferError(f"{self._who} {otherwise} within {self._connection.gettimeout():g} s") from None
+        except OSError as error:
+            raise TransferError(f"{self._who} {otherwise} and is gone ({error.strerror})") from None
+        if not said:
+            raise TransferError(f"{self._who} {otherwise} and is gone (it closed its connection)")
+        return said[0]
 
 
 class SharedMemory:
     """This rank's ring, and those that it reads."""
 
-    def __init__(self, gloo: GlooTransport, own: torch.Tensor | None, others: Mapping[int, torch.Tensor]) -> None:
+    def __init__(
+        self, ring: torch.Tensor | None, receivers: Mapping[int, Line], senders: Mapping[int, tuple[Line, torch.Tensor]]
+    ) -> None:
         """Take the rings; see :func:`open_rings`.
 
         Args:
-            gloo: carries the notes.
-            own, others: uint8 [messages under way, bucket]; the others' by rank.
+            ring: uint8 [messages under way, bucket]; None if there is nobody to send to.
+            receivers: by rank.
+            senders: with their rings, by rank.
         """
-        self._gloo, self._own, self._others = gloo, own, others
+        self._ring, self._receivers, self._senders = ring, receivers, senders
         self._turn = 0
 
     def finish(self) -> None:
@@ -41,33 +93,39 @@ class SharedMemory:
 
     def send(self, blocks: Blocks, to: int) -> Sent:
         """Start to send; see :class:`megappo.reshard.transport.Transport`."""
-        assert self._own is not None, "open_rings was told of no receiver"
-        slot, self._turn = self._turn, (self._turn + 1) % len(self._own)  # free again: no more are under way
-        pack(blocks, self._own[slot])
-        free = self._gloo.expect(torch.empty(1, dtype=torch.int64), to, FREE)
-        return Sent(self._gloo.post(torch.tensor([slot]), to, READY), free)
+        assert self._ring is not None, "open_rings was told of no receiver"
+        bucket, self._turn = self._turn, (self._turn + 1) % len(self._ring)  # free again: no more are under way
+        pack(blocks, self._ring[bucket])
+        self._receivers[to].say(bucket)
+        return Sent(self._receivers[to])
 
-    def receive(self, blocks: Blocks, source: int) -> GlooWork:
+    def receive(self, blocks: Blocks, source: int) -> Coming:
         """Start to receive; see :class:`megappo.reshard.transport.Transport`."""
-        slot = torch.empty(1, dtype=torch.int64)
-
-        def done() -> None:
-            unpack(self._others[source][int(slot)], blocks)
-            self._gloo.post(torch.zeros(1, dtype=torch.int64), source, FREE).wait()  # at once: it is expected
-
-        return self._gloo.expect(slot, source, READY, then=done)
+        return Coming(*self._senders[source], blocks)
 
 
-class Sent:
-    """A message in a bucket of the ring."""
+class Sent(NamedTuple):
+    """A message in a bucket of this rank's ring."""
 
-    def __init__(self, ready: GlooWork, free: GlooWork) -> None:
-        self._ready, self._free = ready, free
+    line: Line
 
     def wait(self) -> None:
         """See :class:`megappo.reshard.transport.Work`."""
-        self._ready.wait()
-        self._free.wait()
+        self.line.hear("took nothing")
+
+
+class Coming(NamedTuple):
+    """A message in a bucket of its sender's ring, or not there yet."""
+
+    line: Line
+    ring: torch.Tensor
+    blocks: Blocks
+
+    def wait(self) -> None:
+        """See :class:`megappo.reshard.transport.Work`."""
+        bucket = self.line.hear("sent nothing")
+        unpack(self.ring[bucket], self.blocks)
+        self.line.say(bucket)
 
 
 def open_rings(
@@ -76,44 +134,81 @@ def open_rings(
     """Make this rank's ring and open others'.
 
     Args:
+        gloo: the group of all ranks, over whose store they meet.
         receivers, senders: ranks of this host that this one sends to and receives from. They call this too.
         buckets: of a ring: as many as messages are under way at most.
 
     Returns:
-        The transport, and the ranks that it reaches: not those with whom the host's shared memory is too small, or is
-        not shared (containers).
+        The transport, and the ranks that it reaches: not those with whom the host's memory is too small, or is not
+        shared (containers).
     """
     store, rank = gloo.store, gloo.rank
-    path = _make(buckets * bucket_bytes) if receivers else ""
-    if receivers:
-        store.set(f"ring/{rank}", f"{path}:{bucket_bytes}")
-    others = {}
-    for sender in sorted(senders):
-        name, _, size = store.get(f"ring/{sender}").decode().rpartition(":")
-        if name and os.path.exists(name):
-            others[sender] = _map(name, buckets, int(size))
-        store.set(f"ring/{sender}/{rank}", "open" if sender in others else "not")
-    opened = {receiver for receiver in receivers if store.get(f"ring/{rank}/{receiver}") == b"open"}
-    own = _map(path, buckets, bucket_bytes) if path else None
-    if path:
-        os.unlink(path)  # all have it open; the memory goes with the last of them, however they end
-    return SharedMemory(gloo, own, others), opened | others.keys()
+
+    def line(connection: socket.socket, peer: int) -> Line:
+        return Line(connection, gloo.describe(peer), gloo.timeout_s)
+
+    memory = _make(buckets * bucket_bytes) if receivers else None
+    with tempfile.TemporaryDirectory(prefix="megappo-", dir=FOLDER) as folder, socket.socket(socket.AF_UNIX) as door:
+        if memory is not None:
+            door.bind(os.path.join(folder, "door"))
+            door.listen(len(receivers))
+        store.set(f"ring/{rank}", door.getsockname())  # empty without a ring
+        calls = {sender: _call(store.get(f"ring/{sender}").decode(), rank) for sender in sorted(senders)}
+        for sender, call in calls.items():
+            store.set(f"ring/{sender}/{rank}", "open" if call else "not")
+        opened = {receiver for receiver in receivers if store.get(f"ring/{rank}/{receiver}") == b"open"}
+        to = {peer: line(call, peer) for peer, call in (_answer(door, memory) for _ in opened)}
+    from_ = {
+        peer: (line(call, peer), _map(_given(call, gloo.describe(peer)), buckets))
+        for peer, call in calls.items()
+        if call
+    }
+    reached = (opened | from_.keys()) - (set(receivers) - opened) - (set(senders) - from_.keys())
+    return SharedMemory(None if memory is None else _map(memory, buckets), to, from_), reached
 
 
-def _make(size: int) -> str:
-    """The path of a new file of shared memory; empty if there is no room."""
-    with suppress(OSError):
-        handle, path = tempfile.mkstemp(prefix="megappo-", dir=FOLDER)
-        try:
-            os.posix_fallocate(handle, 0, size)  # else a full one would be noticed by a fatal signal later
-            return path
-        except OSError:
-            os.unlink(path)
-        finally:
-            os.close(handle)
-    return ""
+def _make(size: int) -> int | None:
+    """A handle of new memory that can be handed to other processes; None if there is no room."""
+    handle = os.memfd_create("megappo")
+    try:
+        os.posix_fallocate(handle, 0, size)  # else a full one would be noticed by a fatal signal later
+        return handle
+    except OSError:
+        os.close(handle)
+        return None
 
 
-def _map(path: str, buckets: int, bucket_bytes: int) -> torch.Tensor:
-    ring = torch.from_file(path, shared=True, size=buckets * bucket_bytes, dtype=torch.uint8)
-    return ring.view(buckets, bucket_bytes)
+def _map(handle: int, buckets: int) -> torch.Tensor:
+    """The memory of a handle, which is closed."""
+    memory = mmap.mmap(handle, 0)
+    os.close(handle)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(buckets, -1)
+
+
+def _call(door: str, rank: int) -> socket.socket | None:
+    """Connect to another process, and say who calls; None if it is out of reach."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(door)
+        connection.sendall(rank.to_bytes(RANK_BYTES, "big"))
+        return connection
+    except OSError:
+        connection.close()
+        return None
+
+
+def _answer(door: socket.socket, memory: int | None) -> tuple[int, socket.socket]:
+    """Let a process that has called in, and give it the memory; its rank, and the connection."""
+    assert memory is not None
+    connection, _ = door.accept()
+    rank = int.from_bytes(connection.recv(RANK_BYTES, socket.MSG_WAITALL), "big")
+    socket.send_fds(connection, [bytes(1)], [memory])
+    return rank, connection
+
+
+def _given(connection: socket.socket, who: str) -> int:
+    """The handle that comes over a new connection."""
+    _, handles, _, _ = socket.recv_fds(connection, 1, 1)
+    if not handles:
+        raise TransferError(f"{who} gave no memory and is gone")
+    return handles[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -88,8 +89,8 @@ def carry_out(
             tended.popleft().wait()
         work = transport.send(blocks, peer) if sends else transport.receive(blocks, peer)
         (tended if tends else alone).append(work)
-        sent += size_of(blocks) * sends
-        received += size_of(blocks) * (not sends)
+        size = size_of(blocks)
+        sent, received = (sent + size, received) if sends else (sent, received + size)
     _wait(tended, alone)
     _finish(used)
     arrived()
@@ -110,9 +111,15 @@ def _finish(used: Mapping[int, Transport]) -> None:
 
 def source_block(params: Mapping[str, torch.Tensor], copy: Copy) -> torch.Tensor:
     """What a copy reads, out of the sender's parameters."""
-    return params[copy.source_param][block(copy.source_offset, copy.size)]
+    return params[copy.source_param][_index(copy.source_offset, copy.size)]
 
 
 def destination_block(params: Mapping[str, torch.Tensor], copy: Copy) -> torch.Tensor:
     """What a copy writes, in the receiver's parameters."""
-    return params[copy.param][block(copy.offset, copy.size)]
+    return params[copy.param][_index(copy.offset, copy.size)]
+
+
+@cache
+def _index(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[int | slice, ...]:
+    """Each sync asks for the same."""
+    return block(offset, size)

@@ -21,8 +21,8 @@ from megappo.reshard.transfer import destination_block, source_block
 REGION = 1 << 18
 """Most elements of one region."""
 
-SHARE, MOST = 64, 16
-"""A sample is one region in 64 of what one rank sends to another, but at most 16: others at each sync, all in time."""
+SHARE, MOST = 256, 16
+"""A sample is one region in 256 of what one rank sends to another, at most 16: others at each sync, all in time."""
 
 View = Callable[[Mapping[str, torch.Tensor], Copy], torch.Tensor]
 """What a region is in a rank's parameters."""
@@ -32,7 +32,10 @@ ROW = 1 << 15
 
 
 class Verifier:
-    """Checksums of one rank's part of the plan, by peer."""
+    """Checksums of one rank's part of the plan, by peer.
+
+    A sample is taken of all syncs but the first, which is looked at as a whole: what is always wrong is found there.
+    """
 
     def __init__(self, rank: int, part: Iterable[Copy], verify: Verify) -> None:
         """Cut the part into regions.
@@ -41,6 +44,7 @@ class Verifier:
             part: the copies that ``rank`` sends or receives, in the order of the plan.
         """
         self.verify = verify
+        self._first: int | None = None
         self._noted: dict[Copy, int] = {}
         self.sent: dict[int, list[Copy]] = {}
         self.received: dict[int, list[Copy]] = {}
@@ -60,14 +64,22 @@ class Verifier:
                 self._noted.update(zip(chosen, checksums([view(passing, region) for region in chosen]), strict=True))
 
     def sent_sums(self, version: int, params: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """What each receiver should find: the version and the checksums of this sync's regions, int64 on the CPU."""
-        return {peer: self._sums(version, regions, params, source_block) for peer, regions in self.sent.items()}
+        """What receivers should find: the version and the checksums of this sync's regions, int64 on the CPU.
+
+        Those of whose regions none is looked at are left out.
+        """
+        return {
+            peer: self._sums(version, regions, params, source_block)
+            for peer, regions in self.sent.items()
+            if self._chosen(version, regions)
+        }
 
     def empty_sums(self, version: int) -> dict[int, torch.Tensor]:
         """Where to put what senders say, by sender."""
         return {
-            peer: torch.empty(1 + len(self._chosen(version, regions)), dtype=torch.int64)
+            peer: torch.empty(1 + len(chosen), dtype=torch.int64)
             for peer, regions in self.received.items()
+            if (chosen := self._chosen(version, regions))
         }
 
     def differences(
@@ -76,9 +88,10 @@ class Verifier:
         """Regions, after receipt, that differ from what their senders said, each with its sender's version."""
         found = []
         for peer, regions in self.received.items():
+            if not (chosen := self._chosen(version, regions)):
+                continue
             own = self._sums(version, regions, params, destination_block)
             wrong = (own != said[peer])[1:] | (own[0] != said[peer][0])
-            chosen = self._chosen(version, regions)
             found += [(chosen[at], int(said[peer][0])) for at in wrong.nonzero().flatten().tolist()]
         return found
 
@@ -96,10 +109,13 @@ class Verifier:
         return torch.tensor([version, *sums])
 
     def _chosen(self, version: int, regions: Sequence[Copy]) -> Sequence[Copy]:
-        if self.verify == "full":
+        if self._first is None:
+            self._first = version
+        if self.verify == "full" or version == self._first:
             return regions
-        stride = min(max(SHARE, -(-len(regions) // MOST)), len(regions))
-        return regions[version % stride :: stride]
+        stride = max(SHARE, -(-len(regions) // MOST))
+        turn = 61 * regions[0].source + 97 * regions[0].destination  # pairs with few regions: not all in one sync
+        return regions[(version + turn) % stride :: stride]
 
 
 def _own_param(region: Copy, view: View) -> str | None:
@@ -121,9 +137,9 @@ def _checksum(block: torch.Tensor) -> int:
         padded = data.new_zeros(-(-data.nbytes // 4) * 4 // data.element_size())
         padded[: data.numel()] = data
         data = padded
-    rows, multipliers = data.view(torch.int32).split(ROW), _multipliers(ROW)
-    sums = torch.stack([torch.dot(row.to(torch.int64), multipliers[: row.numel()]) for row in rows])
-    return int(torch.dot(sums, _row_multipliers()[: len(rows)]))
+    rows, multipliers, wide = data.view(torch.int32).split(ROW), _multipliers(ROW), _wide_row()
+    sums = [int(torch.dot(wide[: len(row)].copy_(row), multipliers[: len(row)])) for row in rows]
+    return int(torch.dot(torch.tensor(sums), _row_multipliers()[: len(rows)]))
 
 
 def _device_checksums(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -134,6 +150,12 @@ def _device_checksums(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
     places = [row[: block.numel()].view(block.shape) for row, block in zip(staged, blocks, strict=True)]
     torch._foreach_copy_(places, list(blocks))
     return (staged.view(torch.int32) * _all_multipliers(device)[:words]).sum(1)
+
+
+@cache
+def _wide_row() -> torch.Tensor:
+    """Where a row is made 64 bits wide: memory that is new each time costs more than the sums."""
+    return torch.empty(ROW, dtype=torch.int64)
 
 
 @cache
