@@ -318,6 +318,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--to", choices=("hf", "megatron", "peft"), help="default: the format that SRC is not in")
     command.add_argument("--tp", type=int, default=1, metavar="N", help="to megatron: cut the files for N tensor ranks")
     command.add_argument("--pp", type=int, default=1, metavar="N", help="to megatron: and N pipeline stages")
+    command.add_argument("--vpp", type=int, default=1, metavar="N", help="to megatron: of N chunks each")
     command.add_argument("--role", choices=("actor", "critic", "reward"), help="whose weights, of a run")
     command.add_argument("--model", metavar="DIR", help="to hf: Hugging Face folder to take config and tokenizer from")
     command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: as in SRC")

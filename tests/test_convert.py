@@ -21,6 +21,7 @@ from tiny import LLAMA3_ROPE, make_model, random_rows
 from megappo.cli import main
 from megappo.convert import destination
 from megappo.convert.command import Options, convert
+from megappo.convert.to_megatron import ToMegatron
 from megappo.layout.mesh import Layout
 from megappo.models.spec import ModelError
 from megappo.reshard.torch_dist import read_chunks
@@ -90,6 +91,17 @@ def test_there_and_back_is_byte_exact(tmp_path: Path, family: str, tied: bool) -
     assert {path.name for path in (tmp_path / "back").iterdir()} == {*names, destination.RECORD}
     for name in names:
         assert (folder / name).read_bytes() == (tmp_path / "back" / name).read_bytes(), name
+
+
+def test_files_for_a_virtual_pipeline(tmp_path: Path) -> None:
+    """Each stage's files have the layers of all its chunks."""
+    folder = make(tmp_path / "model", num_hidden_layers=4)
+    work = ToMegatron(folder, None, Layout(pp=2, vpp=2), 2**20)
+    layers = {(int(part.file.split("_")[2]), part.tensor.layer) for part in work.parts if part.tensor.layer is not None}
+    assert layers == {(0, 0), (0, 2), (1, 1), (1, 3)}
+    run(folder, tmp_path / "checkpoint", pp=2, vpp=2)
+    run(tmp_path / "checkpoint", tmp_path / "back")
+    assert_same_weights(folder, tmp_path / "back")
 
 
 def test_one_folder_in_other_forms(tmp_path: Path) -> None:
@@ -311,10 +323,13 @@ def test_wrong_folders_are_named_with_the_way_out(tmp_path: Path, capsys: pytest
         (folder, {"tp": 3}, "--tp: 3 does not divide 4 attention heads"),
         (folder, {"pp": 3}, "--pp: 3 stages cannot share 2 layers: legal are 1 to 2"),
         (folder, {"tp": 0}, "--tp 0: must be positive"),
-        (checkpoint, {"tp": 2}, "--tp, --pp: a Hugging Face folder has no layout: leave them out"),
+        (folder, {"vpp": 2}, "--vpp 2: chunks are of several pipeline stages: leave it out, or raise --pp"),
+        (folder, {"pp": 2, "vpp": 2}, "--vpp: 2 chunks of each of 2 stages cannot share 2 layers"),
+        (checkpoint, {"tp": 2}, "--tp, --pp, --vpp: a Hugging Face folder has no layout: leave them out"),
     ):
         assert words in problems(source, out, **options)
     assert "lies in" in problems(folder, folder / "inside")
+    capsys.readouterr()
     assert main(["convert", str(tmp_path / "none"), str(out)]) == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'none'}: no such folder")
 

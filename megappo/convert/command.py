@@ -26,7 +26,7 @@ class Options:
 
     Attributes:
         to: "hf" or "megatron"; by default the one that the source is not. Of adapters: "hf" (merged) or "peft".
-        tp, pp: to Megatron: whose ranks' parts the files will be.
+        tp, pp, vpp: to Megatron: whose ranks' parts the files will be; vpp chunks of each of pp stages.
         role: of a run's checkpoint; by default the actor, or the reward model of reward-train.
         model: folder of the config and tokenizer of a Megatron checkpoint that does not say.
         dtype: "bfloat16", "float16" or "float32"; by default the weights' own.
@@ -40,6 +40,7 @@ class Options:
     to: str | None = None
     tp: int = 1
     pp: int = 1
+    vpp: int = 1
     role: str | None = None
     model: str | None = None
     dtype: str | None = None
@@ -83,7 +84,7 @@ def _write(found: Source, folder: Path, options: Options, record: dict[str, Any]
     bucket_bytes = options.bucket_mb * 2**20
     work: ToMegatron | ToHuggingFace | ToMerged | ToPeft
     if found.format == "hf":
-        work = ToMegatron(found.folder, dtype, Layout(tp=options.tp, pp=options.pp), bucket_bytes)
+        work = ToMegatron(found.folder, dtype, Layout(tp=options.tp, pp=options.pp, vpp=options.vpp), bucket_bytes)
     else:
         shard_bytes = int(options.shard_gb * 1e9)
         scores = found.folder.name == "reward"
@@ -117,11 +118,11 @@ def _check(found: Source, folder: Path, options: Options) -> None:
         problems.append(f"--to peft: {found.folder} has no adapters: leave it out")
     elif options.to not in (None, other, "peft"):
         problems.append(f"--to {options.to}: {found.folder} is in that format already: give --to {other}, or copy it")
-    if found.format == "megatron" and (options.tp, options.pp) != (1, 1):
-        problems.append("--tp, --pp: a Hugging Face folder has no layout: leave them out")
+    if found.format == "megatron" and (options.tp, options.pp, options.vpp) != (1, 1, 1):
+        problems.append("--tp, --pp, --vpp: a Hugging Face folder has no layout: leave them out")
     if options.verify and adapted:
         problems.append("--verify: adapters have no other side to be compared with: leave it out")
-    for name in ("tp", "pp", "shard_gb", "bucket_mb"):
+    for name in ("tp", "pp", "vpp", "shard_gb", "bucket_mb"):
         if getattr(options, name) <= 0:
             problems.append(f"--{name.replace('_', '-')} {getattr(options, name)}: must be positive")
     if options.processes < 0:
@@ -137,7 +138,7 @@ def _record(found: Source, options: Options) -> dict[str, Any]:
     """What decides the result: if this is the same, so is the result."""
     form = {"to": "peft"} if options.to == "peft" else {}
     files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in found.weight_files()}
-    chosen = {name: asdict(options)[name] for name in ("tp", "pp", "dtype", "shard_gb", "bucket_mb")}
+    chosen = {name: asdict(options)[name] for name in ("tp", "pp", "vpp", "dtype", "shard_gb", "bucket_mb")}
     return {
         "source": str(found.folder.resolve()),
         "model": str(found.model_folder.resolve()),

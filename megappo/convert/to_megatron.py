@@ -16,7 +16,7 @@ from megappo.convert.companions import copy_companions, says_scalar_head
 from megappo.convert.share import shared
 from megappo.convert.source import COMPANIONS
 from megappo.layout.legality import megatron_model_problems
-from megappo.layout.mesh import Layout, stage_layers
+from megappo.layout.mesh import Layout, model_chunks
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
 from megappo.reshard.files import check_tensors
 from megappo.reshard.megatron_tensors import MegatronTensor, megatron_tensors
@@ -72,8 +72,11 @@ class ToMegatron:
         self.scalar_head = "score.weight" in self.found or says_scalar_head(folder)
         expected = self.spec.hf_shapes(scalar_head=self.scalar_head)
         check_tensors(folder, {name: stored.shape for name, stored in self.found.items()}, expected)
-        if problems := list(megatron_model_problems(self.spec, layout.tp, layout.pp)):
-            raise ModelError([f"--{problem}" for problem in problems])
+        problems = [f"--{text}" for text in megatron_model_problems(self.spec, layout.tp, layout.pp, layout.vpp)]
+        if layout.vpp > 1 == layout.pp:
+            problems.append(f"--vpp {layout.vpp}: chunks are of several pipeline stages: leave it out, or raise --pp")
+        if problems:
+            raise ModelError(problems)
         self.tensors = megatron_tensors(self.spec, layout.tp, scalar_head=self.scalar_head)
         self.dtypes = _dtypes(folder, self.tensors, self.found, dtype)
         self.parts = list(self._parts(layout, bucket_bytes))
@@ -97,8 +100,8 @@ class ToMegatron:
 
     def _parts(self, layout: Layout, bucket_bytes: int) -> Iterator[Part]:
         """The parameters, cut for the ranks of the layout and to the size of a bucket."""
-        stages = stage_layers(self.spec.num_layers, layout.pp)
-        stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
+        stages = model_chunks(self.spec.num_layers, layout.pp, layout.vpp)
+        stage_of = {layer: stage for stage, chunks in enumerate(stages) for layers in chunks for layer in layers}
         filled: Counter[int] = Counter()
         for tensor in self.tensors.values():
             outside = 0 if tensor.name.startswith("embedding.") else layout.pp - 1
