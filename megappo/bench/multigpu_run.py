@@ -39,8 +39,11 @@ ON_CPU = step.Workload(steps=4, prompts=8, prompt=8, response=8, mini_batch=4, t
 def measure(
     model: Path, folder: Path, world: int, *, on_cuda: bool
 ) -> tuple[list[dict[str, float | str]], list[dict[str, float | str]]]:
-    """Medians over the steps after the warm-ups: a row of phases, and a row a pool."""
-    workload = step.Workload() if on_cuda else ON_CPU
+    """Medians over the steps after the warm-ups: a row of phases, and a row a pool.
+
+    With two devices only generation has another to itself, so the next batch is generated while one is trained on.
+    """
+    workload = (step.Workload() if on_cuda else ON_CPU)._replace(staleness=int(world == 2))
     log = step.train_steps(model, folder, "cuda" if on_cuda else "cpu", PLACEMENTS[world] + REWARD, workload)
 
     def median(name: str) -> float:

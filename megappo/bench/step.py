@@ -30,7 +30,7 @@ LENGTH = rollout.PROMPT + rollout.RESPONSE
 
 
 class Workload(NamedTuple):
-    """What one step does, and how many steps: counts, and lengths in tokens."""
+    """What one step does, how many steps, and how far ahead batches are generated: counts, and lengths in tokens."""
 
     steps: int = 6
     prompts: int = rollout.PROMPTS
@@ -38,6 +38,7 @@ class Workload(NamedTuple):
     response: int = rollout.RESPONSE
     mini_batch: int = MINI_BATCH
     tokens: int = MICRO_BATCH_TOKENS
+    staleness: int = 0
 
 
 PHASES = ("gen", "sleep", "old_log_prob", "ref", "values", "update_critic", "update_actor", "wake", "update_weights")
@@ -47,7 +48,9 @@ run: {{dir: {run}, steps: 1000, seed: 1, device: {device}, dtype: {dtype}, dump_
 model: {model}
 data: {{train: {data}, prompts_per_step: {prompts}, max_prompt: {prompt}, max_response: {response}}}
 {placement}
-ppo: {{mini_batch: {mini_batch}, actor_lr: 1.0e-6, critic_lr: 1.0e-5, kl: {{in_reward: true, coef: 0.001}}}}
+ppo:
+  {{mini_batch: {mini_batch}, staleness: {staleness}, actor_lr: 1.0e-6, critic_lr: 1.0e-5,
+  kl: {{in_reward: true, coef: 0.001}}}}
 """
 
 ONE_POOL = """

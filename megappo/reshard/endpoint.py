@@ -84,6 +84,12 @@ class Endpoint:
             TransferError: a peer died or took longer than the limit.
         """
 
+        sums: dict[int, torch.Tensor] = {}
+
+        def under_way() -> None:
+            if passing is None:  # while others still receive
+                sums.update(self.verifier.sent_sums(version, params))
+
         def arrived() -> None:
             if passing is not None:
                 self.verifier.note(version, passing.held)
@@ -92,8 +98,8 @@ class Endpoint:
         def carrier(peer: int) -> Transport:
             return self._carriers.get(peer, self._gloo)
 
-        moved = carry_out(self.rank, self._messages, self._pace.in_flight, params, carrier, arrived)
-        return Receipt(*moved, self.prove(version, params))
+        moved = carry_out(self.rank, self._messages, self._pace.in_flight, params, carrier, arrived, under_way)
+        return Receipt(*moved, self.prove(version, params, sums))
 
     def mismatches(
         self, version: int, params: Mapping[str, torch.Tensor], said: Mapping[int, torch.Tensor]
@@ -107,11 +113,18 @@ class Endpoint:
             for copy, sent in self.verifier.differences(version, params, said)
         )
 
-    def prove(self, version: int, params: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-        """Exchange checksums of what was sent and received; returns what differs, one line a region."""
+    def prove(
+        self, version: int, params: Mapping[str, torch.Tensor], sums: Mapping[int, torch.Tensor] | None = None
+    ) -> tuple[str, ...]:
+        """Exchange checksums of what was sent and received; returns what differs, one line a region.
+
+        Args:
+            sums: of what was sent, where they are known already.
+        """
+        sums = sums or self.verifier.sent_sums(version, params)
         said = self.verifier.empty_sums(version)
-        works = [self._gloo.expect(sums, source, SUMS) for source, sums in said.items()]
-        works += [self._gloo.post(sums, to, SUMS) for to, sums in self.verifier.sent_sums(version, params).items()]
+        works = [self._gloo.expect(found, source, SUMS) for source, found in said.items()]
+        works += [self._gloo.post(found, to, SUMS) for to, found in sums.items()]
         for work in works:
             work.wait()
         return self.mismatches(version, params, said)

@@ -34,7 +34,10 @@ class Pace(NamedTuple):
 
 
 ON_DEVICE = Pace(message_bytes=16 * BUCKET_BYTES, direct_bytes=1 << 20, in_flight=2)
-"""Between GPUs a message costs 0.1 ms beside its bytes, in which time NVLink carries 35 MB: few and large ones."""
+"""Between GPUs a message costs 0.1 ms beside its bytes, in which time NVLink carries 35 MB: few and large ones.
+
+1.5B between two H200 takes 10.8 ms with a sample verified, in messages of 128 MiB 14.2, of 512 MiB 10.7; bare, 8.6.
+"""
 
 ON_HOST = Pace(message_bytes=4 << 20, direct_bytes=256 << 10, in_flight=4)
 """Where processes share cores, each is to find some work that is ready."""
@@ -55,6 +58,7 @@ def carry_out(
     params: Mapping[str, torch.Tensor],
     carrier: Callable[[int], Transport],
     arrived: Callable[[], None] = lambda: None,
+    under_way: Callable[[], None] = lambda: None,
 ) -> Moved:
     """Do this rank's part of a plan. Parameters keep their storage.
 
@@ -64,6 +68,7 @@ def carry_out(
         params: this rank's parameters by the names the plan uses, all of one dtype.
         carrier: the transport to and from a rank.
         arrived: called at the end of each phase.
+        under_way: called once all that this rank sends is on its way.
 
     Raises:
         TransferError: a peer died or took longer than the limit. Parameters received into are then half new.
@@ -91,6 +96,7 @@ def carry_out(
         (tended if tends else alone).append(work)
         size = size_of(blocks)
         sent, received = (sent + size, received) if sends else (sent, received + size)
+    under_way()
     _wait(tended, alone)
     _finish(used)
     arrived()
