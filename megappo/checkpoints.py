@@ -16,6 +16,8 @@ from typing import Any
 STATE_NAME = "trainer.json"
 PARTIAL = ".partial"
 BEST = "best"
+UNVALIDATED = "unvalidated"
+"""In the trainer's state, where the step's validation is still to come: its metrics so far, which no log has yet."""
 
 
 class DiskFull(RuntimeError):
@@ -120,6 +122,11 @@ class Checkpoints:
             old.rename(doomed := old.with_name(old.name + PARTIAL))
             shutil.rmtree(doomed)
 
+    def amend(self, folder: Path, state: dict[str, Any], best: int | None) -> None:
+        """Give a checkpoint that is complete another state of the trainer; and the step that is the best now."""
+        self.write_state(folder, state)
+        self._link_best(best)
+
     def _is_full(self, error: Exception) -> bool:
         return os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(self.folder).free < 2**20
 
@@ -132,8 +139,11 @@ class Checkpoints:
 
     @staticmethod
     def write_state(folder: Path, state: dict[str, Any]) -> None:
-        """Write the trainer's own state into a checkpoint."""
-        (folder / STATE_NAME).write_text(json.dumps(state, indent=1))
+        """Write the trainer's own state into a checkpoint, whole."""
+        partial = folder / f"{STATE_NAME}{PARTIAL}"
+        partial.write_text(json.dumps(state, indent=1))
+        _sync(partial)
+        partial.replace(folder / STATE_NAME)
 
     @staticmethod
     def read_state(folder: Path, needed: Iterable[str] = ()) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import yaml
 
 from megappo.check.run_folder import run_findings
-from megappo.checkpoints import Checkpoints
+from megappo.checkpoints import UNVALIDATED, Checkpoints
 from megappo.cluster.dataflow import Batch
 from megappo.config import Config, RunConfig, dump_config
 from megappo.data import batch as rows_of
@@ -141,16 +141,21 @@ class Run:
 
     # --- logs ----------------------------------------------------------------------------------------------------
 
-    def start_log(self, resumed_at: int | None) -> None:
-        """Open the logs; what a killed run logged after its last checkpoint is dropped, since it comes again."""
-        self._log.truncate_after(-1 if resumed_at is None else resumed_at)
+    def start_log(self, resumed_at: int | None, *, validated: bool = True) -> None:
+        """Open the logs; what a killed run logged after its last checkpoint is dropped, since it comes again.
+
+        Args:
+            resumed_at: the step of that checkpoint.
+            validated: whether it was concluded; if not, its validation and its line in the log come again as well.
+        """
+        self._log.truncate_after(-1 if resumed_at is None else resumed_at, validated=validated)
         if self._trackers is not None:  # the run starts over
             self._trackers.close()
         self._trackers = Trackers(
             self.config.run.trackers,
             self.folder,
             config_text=dump_config(self.config),
-            resumed_at=resumed_at,
+            resumed_at=resumed_at if resumed_at is None or validated else resumed_at - 1,
             warn=self.console.warn,
         )
         if resumed_at is not None:
@@ -197,9 +202,12 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """Whether a checkpoint of the last step is there: nothing is left to train."""
+        """Whether a checkpoint of the last step is there, and its validation is done."""
         latest = self.checkpoints.latest()
-        return latest is not None and self.checkpoints.read_state(latest)["step"] >= self.config.run.steps
+        if latest is None:
+            return False
+        state = self.checkpoints.read_state(latest)
+        return UNVALIDATED not in state and state["step"] >= self.config.run.steps
 
     def finish(self) -> None:
         """Say how it went and write the report."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from megappo.ahead import Ahead
+from megappo.checkpoints import UNVALIDATED
 from megappo.cluster.cluster import Cluster
 from megappo.cluster.dataflow import Batch, put_table
 from megappo.collect import Collected, Collector, baseline_column
@@ -23,7 +25,7 @@ from megappo.data.loss_mask import LOSS_MASK
 from megappo.data.prompts import PromptSet
 from megappo.data.requests import make_requests
 from megappo.layout.flops import peak_tflops
-from megappo.oversight import Oversight, StoppedByGuard
+from megappo.oversight import Oversight, StoppedByGuard, Verdict
 from megappo.ppo.balance import mini_batches
 from megappo.ppo.kl import KLController
 from megappo.ppo.schedule import learning_rate
@@ -77,6 +79,9 @@ def _train_until_stopped(config: Config, run: Run, stop: StopRequest) -> bool:
                 run.stopped(trainer.step, since=began_at)
                 return False
             saved = trainer.train_step()
+        if not run.is_finished:  # for want of time the last step was not validated
+            run.stopped(trainer.step, since=began_at)
+            return False
     return True
 
 
@@ -142,29 +147,58 @@ class Trainer:
     def conclude(self, metrics: Metrics) -> bool:
         """Validate, let the guards act, write a checkpoint, each where it is due; and log the step.
 
-        Returns whether a checkpoint holds it.
+        Where a signal has asked for an end, the time for a checkpoint may be short: it is written at once, and the
+        validation comes when the run goes on (:meth:`catch_up`).
+
+        Returns whether a checkpoint holds the step.
 
         Raises:
             StoppedByGuard, UnknownMetric: with words for the user.
         """
         last = self.step == self.config.run.steps
         if last or _due(self.step, self.config.run.validate_every):
+            if self.stop.asked and self.run.watched_prompts:
+                self.save(metrics, validated=False)
+                return True
             metrics |= self.validate()
-        verdict = self.oversight.judge(self.step, metrics)
-        metrics |= verdict.metrics
-        for message in verdict.messages:
-            self.run.console.warn(message)
+        verdict = self.judge(metrics)
         asked = last or self.stop.asked or bool(verdict.stop)
         if due := asked or verdict.improved or _due(self.step, self.config.run.save_every):
             self.save(metrics)
         else:
             self.run.log(self.step, metrics)
-        if verdict.stop and not last:
+        self._end_if_told(verdict)
+        return due
+
+    def catch_up(self, checkpoint: Path, metrics: Metrics) -> None:
+        """Validate and log the step of a checkpoint that had to be written before.
+
+        Args:
+            metrics: of the step, as far as it was done.
+
+        Raises:
+            StoppedByGuard, UnknownMetric: with words for the user.
+        """
+        metrics |= self.validate()
+        verdict = self.judge(metrics)
+        self.run.log(self.step, metrics)
+        self.run.checkpoints.amend(checkpoint, self.state, self.best_step)
+        self._end_if_told(verdict)
+
+    def judge(self, metrics: Metrics) -> Verdict:
+        """What the guards conclude from a step's metrics, to which theirs are added."""
+        verdict = self.oversight.judge(self.step, metrics)
+        metrics |= verdict.metrics
+        for message in verdict.messages:
+            self.run.console.warn(message)
+        return verdict
+
+    def _end_if_told(self, verdict: Verdict) -> None:
+        if verdict.stop and self.step < self.config.run.steps:
             raise StoppedByGuard(
                 f"{verdict.stop[0]}: stopped after step {self.step}, whose checkpoint is written. Look into it, change "
                 "the configuration, and the same command goes on from there"
             )
-        return due
 
     def performance(self, batch: Batch, step_s: float) -> Metrics:
         """Times, rates and what was predicted, of a step that took this long."""
@@ -281,19 +315,30 @@ class Trainer:
             batch = batch.with_columns(*self.cluster.gather(self.cluster.reward.score(batch)))
         return self.run.keep_validation(self.step, batch, kind)
 
-    def save(self, metrics: Metrics) -> None:
+    def save(self, metrics: Metrics, *, validated: bool = True) -> None:
         """Write a checkpoint, complete or not at all, and the step's line in the log.
 
         The line comes before the checkpoint gets its name: a run killed in between does the step again, and one killed
         later has both.
+
+        Args:
+            validated: whether the step is done; if not, the checkpoint keeps its metrics, and no line is written.
         """
-        began = time.time()
-        cluster, best = self.cluster, self.oversight.best.step if self.oversight.best else None
-        with cluster.everything_loaded(self.step), self.run.checkpoints.writing(self.step, best) as folder:
+        began, cluster = time.time(), self.cluster
+        with cluster.everything_loaded(self.step), self.run.checkpoints.writing(self.step, self.best_step) as folder:
             cluster.gather(*(group.save(str(folder / role)) for role, group in cluster.trained.items()))
             self.collector.save(folder / AHEAD)
-            self.run.checkpoints.write_state(folder, self.state)
-            self.run.log(self.step, {**metrics, "timing_s/save_checkpoint": time.time() - began})
+            metrics = {**metrics, "timing_s/save_checkpoint": time.time() - began}
+            numbers = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
+            rest = {} if validated else {UNVALIDATED: numbers}
+            self.run.checkpoints.write_state(folder, {**self.state, **rest})
+            if validated:
+                self.run.log(self.step, metrics)
+
+    @property
+    def best_step(self) -> int | None:
+        """The best step so far, if it is looked for and was seen."""
+        return self.oversight.best.step if self.oversight.best else None
 
     @property
     def state(self) -> dict[str, Any]:
@@ -308,7 +353,7 @@ class Trainer:
 
     def resume(self) -> None:
         """Go on from the last complete checkpoint, if there is one; and fill the engines with the actor's weights."""
-        latest = self.run.checkpoints.latest()
+        latest, unvalidated = self.run.checkpoints.latest(), None
         if latest is not None:
             state, cluster = self.run.checkpoints.read_state(latest, self.state), self.cluster
             cluster.gather(*(group.load(str(latest / role)) for role, group in cluster.trained.items()))
@@ -318,8 +363,11 @@ class Trainer:
             if self.controller.target is not None:  # a fixed coefficient is the configuration's, also if it changed
                 self.controller = replace(self.controller, coef=state["kl_coef"])
             self.moments = Moments(**state["reward_moments"])
-        self.run.start_log(self.step if latest is not None else None)
+            unvalidated = state.get(UNVALIDATED)
+        self.run.start_log(self.step if latest is not None else None, validated=unvalidated is None)
         self.cluster.sync_weights(version=self.step)
+        if latest is not None and unvalidated is not None:
+            self.catch_up(latest, unvalidated)
 
 
 def batch_source(config: Config, cluster: Cluster, prompts: PromptSet) -> Ahead | Streamed | Replayer:

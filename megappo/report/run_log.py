@@ -13,7 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,17 @@ class RunLog:
         rows = [{name: _plain(value) for name, value in sample.items()} for sample in samples]
         _append_lines(self.samples_path, rows)
 
-    def truncate_after(self, step: int) -> int:
+    def truncate_after(self, step: int, *, validated: bool = True) -> int:
         """Drops every line of a later step than `step` from both files, each atomically. Returns the number of
-        log lines dropped. -1 empties the log."""
-        dropped = _keep_lines(self.log_path, step)
-        _keep_lines(self.samples_path, step)
+        log lines dropped. -1 empties the log. validated: whether the step's own line, and samples of its validation,
+        stay; else they are still to come."""
+        dropped = _keep_lines(self.log_path, lambda row: row.get("step", -1) <= (step if validated else step - 1))
+        _keep_lines(
+            self.samples_path,
+            lambda row: (
+                (at := row.get("step", -1)) < step or (at == step and (validated or row.get("kind") == "train"))
+            ),
+        )
         return dropped
 
 
@@ -126,9 +132,9 @@ def _cut_torn_line(path: Path) -> None:
             os.fsync(file.fileno())
 
 
-def _keep_lines(path: Path, step: int) -> int:
+def _keep_lines(path: Path, stays: Callable[[dict[str, Any]], bool]) -> int:
     rows = _read_lines(path)
-    kept = [row for row in rows if row.get("step", -1) <= step]
+    kept = [row for row in rows if stays(row)]
     if len(kept) == len(rows):
         return 0
     temporary = path.with_name(path.name + ".tmp")
