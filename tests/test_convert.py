@@ -320,6 +320,7 @@ def test_wrong_folders_are_named_with_the_way_out(tmp_path: Path, capsys: pytest
         (tmp_path / "cut", {}, "has no .metadata, so it is no complete checkpoint"),
         (tmp_path / "alone", {}, "does not say which model it is: give the model's Hugging Face folder with --model"),
         (folder, {"to": "hf"}, "is in that format already: give --to megatron"),
+        (make(tmp_path / "experts", "mixtral"), {}, "mixtral: checkpoints of mixtures of experts are not converted"),
         (folder, {"tp": 3}, "--tp: 3 does not divide 4 attention heads"),
         (folder, {"pp": 3}, "--pp: 3 stages cannot share 2 layers: legal are 1 to 2"),
         (folder, {"tp": 0}, "--tp 0: must be positive"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
 import torch
 
+from megappo.workers.weight_lanes import Layer as StagedLayer
 from megappo.workers.weight_lanes import sort_layers
 
 
@@ -44,6 +46,25 @@ def test_layers_that_compute_from_their_parameters_are_written_into() -> None:
     model.attention = torch.nn.Module()  # has a hook, but no parameters
     model.attention.process_weights_after_loading = lambda dtype: None  # type: ignore[assignment]
     assert sort_layers(model, (), torch.float32, loaded_as) == ({}, [])
+
+
+def test_what_staged_layers_share_they_share_while_a_loader_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megappo.workers import staged_layers
+
+    weight = {"weight": torch.empty(4, 2, device="meta")}
+    embedding, head, own = Layer(weight), Layer(weight), Layer(weight)
+    own.weight = torch.nn.Parameter(torch.ones(2))  # in the kernel's form
+    model = torch.nn.ModuleDict({"embedding": embedding, "head": head, "own": own})
+    head.weight = embedding.weight
+    planned = {"embedding": "embedding.weight", "head": "embedding.weight", "own": "own.weight"}
+    staged = {name: StagedLayer(model[name], {"weight": (planned[name], (4, 2))}) for name in planned}
+    monkeypatch.setattr(staged_layers, "loaded_as", loaded_as)
+    with staged_layers.in_loaders_shapes(staged):
+        assert {name: tuple(param.shape) for name, param in model.named_parameters()} == {
+            "embedding.weight": (4, 2),
+            "own.weight": (4, 2),
+        }
+    assert head.weight is embedding.weight and tuple(own.weight.shape) == (2,)
 
 
 def test_repacked_layers_are_staged_or_refused_by_name() -> None:

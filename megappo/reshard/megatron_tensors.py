@@ -9,7 +9,7 @@ from itertools import product
 
 from megappo.layout.mesh import Layout
 from megappo.models.parameters import EMBEDDING, FINAL_NORM, LM_HEAD, Split, megatron_vocabulary
-from megappo.models.spec import ModelSpec
+from megappo.models.spec import ModelError, ModelSpec
 from megappo.reshard.boxes import Box, megatron_boxes
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]
@@ -78,7 +78,12 @@ def megatron_tensors(spec: ModelSpec, tp: int = 1, *, scalar_head: bool = False)
 
     Args:
         tp: tensor-parallel size, which sets the padding of the vocabulary.
+
+    Raises:
+        ModelError: it is a mixture of experts.
     """
+    if spec.num_experts:
+        raise ModelError([f"{spec.family}: checkpoints of mixtures of experts are not converted: give a dense model"])
     layer = {parameter.megatron_te or parameter.megatron: parameter.split for parameter in spec.layer}
     splits = {
         EMBEDDING.megatron: EMBEDDING.split,

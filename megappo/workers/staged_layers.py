@@ -102,12 +102,19 @@ def _load_whole(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
 
 @contextmanager
 def in_loaders_shapes(layers: Mapping[str, Layer]) -> Iterator[None]:
-    """Staged layers with empty parameters such as their loader knew, for a look at where it puts things."""
+    """Staged layers with empty parameters such as their loader knew, for a look at where it puts things.
+
+    What layers share they share in here too.
+    """
     kept = {name: dict(layer.module._parameters) for name, layer in layers.items()}
+    made: dict[str, Any] = {}
     try:
-        for layer in layers.values():
+        for name, layer in layers.items():
             for own, meta in loaded_as(layer.module).items():
-                layer.module._parameters[own] = _like(meta, layer.module)
+                planned = layer.inputs[own][0] if own in layer.inputs else f"{name}.{own}"
+                if planned not in made:
+                    made[planned] = _like(meta, layer.module)
+                layer.module._parameters[own] = made[planned]
         yield
     finally:
         for name, layer in layers.items():
