@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from small_run import MARK, Command, kill, log_steps, make_run_folder, marked, w
 from megappo.checkpoints import DiskFull
 from megappo.cluster.calls import Calls, Span, WorkerFailed, WorkerLost
 from megappo.cluster.dataflow import Batch, put_table
+from megappo.cluster.weights import WeightSync
 from megappo.config import load_config
 from megappo.data.requests import make_requests
 from megappo.report.run_log import read_log
@@ -178,6 +179,31 @@ def test_a_reward_process_that_never_returns_is_named(session: Session) -> None:
     session.trainer.evaluate(batch)
 
 
+def test_an_actor_that_stalls_in_a_sync_is_named_and_half_a_sync_is_never_used(session: Session) -> None:
+    cluster, version = session.cluster, session.trainer.step
+
+    def connected(timeout_s: float) -> WeightSync:
+        config = replace(cluster.config, run=replace(cluster.config.run, timeout_s=timeout_s))
+        return WeightSync(config, cluster.calls, cluster.actor, cluster.rollout, (), sleeping=False)
+
+    weights, stopped = connected(3.0), session.pid("train-rank1.log")
+    os.kill(stopped, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        with pytest.raises(WorkerFailed, match=r"rollout rank \d .* failed in receive_weights") as failure:
+            weights.sync(version)
+        assert time.monotonic() - began < 8
+        assert re.search(r"TransferError: actor rank 1 \(node [\w.]+\) sent nothing within 2.7 s", str(failure.value))
+        session.forget_calls()
+        with pytest.raises(WorkerFailed, match="the last weight sync did not complete"):
+            generate(session, prompts=1, samples=2)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    session.forget_calls()
+    assert connected(cluster.config.run.timeout_s).sync(version) > 0
+    assert len(generate(session, prompts=1, samples=2).read("response_ids")) == 2
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
 def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(session: Session) -> None:
     trainer, checkpoints = session.trainer, session.trainer.run.checkpoints
@@ -205,6 +231,13 @@ def small_disk(folder: Path, of_bytes: int) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+def generate(session: Session, prompts: int, samples: int) -> Batch:
+    requests = make_requests(session.trainer.run.train_prompts, np.arange(prompts), samples)
+    sampling, version = session.trainer.collector._collector.sampling, session.trainer.step
+    options: dict[str, Any] = {"samples": samples, "seed": (1,), "version": version}
+    return session.cluster.generate(put_table(requests.table), requests.prompt_tokens, sampling, **options)
+
+
 @dataclass
 class Killing:
     """Long requests to the engines, during which one is killed."""
@@ -212,10 +245,7 @@ class Killing:
     session: Session
 
     def generate(self) -> Batch:
-        requests = make_requests(self.session.trainer.run.train_prompts, np.arange(20), 40)
-        sampling, version = self.session.trainer.collector._collector.sampling, self.session.trainer.step
-        options: dict[str, Any] = {"samples": 40, "seed": (1,), "version": version}
-        return self.session.cluster.generate(put_table(requests.table), requests.prompt_tokens, sampling, **options)
+        return generate(self.session, prompts=20, samples=40)
 
     def kill_soon(self) -> threading.Timer:
         timer = threading.Timer(0.2, kill, [self.session.pid("rollout-engine0.log")])

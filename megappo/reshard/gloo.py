@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megappo.reshard.transport import Blocks, Buckets, TransferError, flat, pack, size_of, unpack
+from megappo.reshard.transport import SENDERS_WAIT, Blocks, Buckets, TransferError, flat, pack, size_of, unpack
 
 DATA, READY, FREE, SUMS = range(4)
 """Kinds of traffic between two ranks; each keeps its own order."""
@@ -109,7 +109,8 @@ class GlooTransport:
         """
         late = _Lateness(f"{self.describe(to)} took nothing", self.timeout_s)
         with late:
-            return GlooWork(self._group.send([data.view(-1).view(torch.uint8)], to, kind), data, late, then)
+            work = self._group.send([data.view(-1).view(torch.uint8)], to, kind)
+            return GlooWork(work, data, late, SENDERS_WAIT * self.timeout_s, then)
         raise AssertionError
 
     def expect(self, data: torch.Tensor, source: int, kind: int, then: Callable[[], None] | None = None) -> GlooWork:
@@ -120,20 +121,24 @@ class GlooTransport:
         """
         late = _Lateness(f"{self.describe(source)} sent nothing", self.timeout_s)
         with late:
-            return GlooWork(self._group.recv([data.view(-1).view(torch.uint8)], source, kind), data, late, then)
+            work = self._group.recv([data.view(-1).view(torch.uint8)], source, kind)
+            return GlooWork(work, data, late, self.timeout_s, then)
         raise AssertionError
 
 
 class GlooWork:
     """A message under way; it keeps its tensor alive."""
 
-    def __init__(self, work: Any, data: torch.Tensor, late: _Lateness, then: Callable[[], None] | None) -> None:
+    def __init__(
+        self, work: Any, data: torch.Tensor, late: _Lateness, limit_s: float, then: Callable[[], None] | None
+    ) -> None:
         self._work, self._data, self._late, self._then = work, data, late, then
+        self._limit = timedelta(seconds=limit_s)
 
     def wait(self) -> None:
         """See :class:`megappo.reshard.transport.Work`."""
         with self._late:
-            self._work.wait()
+            self._work.wait(self._limit)
         if self._then is not None:
             self._then()
 

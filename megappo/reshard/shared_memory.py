@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from megappo.reshard.gloo import GlooTransport
-from megappo.reshard.transport import Blocks, TransferError, pack, unpack
+from megappo.reshard.transport import SENDERS_WAIT, Blocks, TransferError, pack, unpack
 
 FOLDER = "/dev/shm"
 """Where processes of one host find each other's doors, and those of others cannot."""
@@ -27,15 +27,16 @@ RANK_BYTES = 4
 class Line:
     """This rank's end of a connection to another process of the host."""
 
-    def __init__(self, connection: socket.socket, who: str, limit_s: float) -> None:
+    def __init__(self, connection: socket.socket, who: str, limit_s: float, *, sends: bool) -> None:
         """Take it.
 
         Args:
             who: the other one, for people.
             limit_s: on each wait, in seconds.
+            sends: whether messages go to the other one.
         """
-        connection.settimeout(limit_s)
-        self._connection, self._who = connection, who
+        connection.settimeout(limit_s * SENDERS_WAIT if sends else limit_s)
+        self._connection, self._who, self._limit_s = connection, who, limit_s
 
     def say(self, bucket: int) -> None:
         """Name a bucket; returns at once.
@@ -60,7 +61,7 @@ class Line:
         try:
             said = self._connection.recv(1)
         except TimeoutError:
-            raise TransferError(f"{self._who} {otherwise} within {self._connection.gettimeout():g} s") from None
+            raise TransferError(f"{self._who} {otherwise} within {self._limit_s:g} s") from None
         except OSError as error:
             raise TransferError(f"{self._who} {otherwise} and is gone ({error.strerror})") from None
         if not said:
@@ -144,8 +145,8 @@ def open_rings(
     """
     store, rank = gloo.store, gloo.rank
 
-    def line(connection: socket.socket, peer: int) -> Line:
-        return Line(connection, gloo.describe(peer), gloo.timeout_s)
+    def line(connection: socket.socket, peer: int, *, sends: bool) -> Line:
+        return Line(connection, gloo.describe(peer), gloo.timeout_s, sends=sends)
 
     memory = _make(buckets * bucket_bytes) if receivers else None
     with tempfile.TemporaryDirectory(prefix="megappo-", dir=FOLDER) as folder, socket.socket(socket.AF_UNIX) as door:
@@ -157,9 +158,9 @@ def open_rings(
         for sender, call in calls.items():
             store.set(f"ring/{sender}/{rank}", "open" if call else "not")
         opened = {receiver for receiver in receivers if store.get(f"ring/{rank}/{receiver}") == b"open"}
-        to = {peer: line(call, peer) for peer, call in (_answer(door, memory) for _ in opened)}
+        to = {peer: line(call, peer, sends=True) for peer, call in (_answer(door, memory) for _ in opened)}
     from_ = {
-        peer: (line(call, peer), _map(_given(call, gloo.describe(peer)), buckets))
+        peer: (line(call, peer, sends=False), _map(_given(call, gloo.describe(peer)), buckets))
         for peer, call in calls.items()
         if call
     }

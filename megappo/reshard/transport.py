@@ -15,6 +15,10 @@ Blocks = Sequence[torch.Tensor]
 """Views into parameters, all of one dtype."""
 
 
+SENDERS_WAIT = 1.05
+"""Times the limit: a receiver that itself waits for somebody is not to be blamed, but heard first."""
+
+
 class TransferError(RuntimeError):
     """A peer died, or kept this rank waiting for longer than the limit; the message names it."""
 
