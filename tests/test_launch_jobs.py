@@ -176,13 +176,45 @@ def test_the_command_without_slurm(
     monkeypatch.setenv("PATH", str(project.folder))
     command = ["launch", "slurm", "config.yaml", "--time=1:00:00"]
     assert cli.main([*command, "--submit", "run.steps=7"]) == 2
-    assert "error: --submit: no sbatch here" in capsys.readouterr().err
+    assert "error: --submit: no sbatch here: run/launch/job.sh is written" in capsys.readouterr().err
+    (project.folder / "run/launch/job.sh").unlink()
     assert cli.main([*command, "run.steps=7"]) == 0
     out, err = capsys.readouterr()
     assert "sbatch run/launch/job.sh" in out and "warning: no sinfo here" in err
     assert "steps: 7" in (project.folder / "run/launch/job.sh").read_text()
     assert cli.main([*command, "roles.actor.tp=3"]) == 2
     assert "roles.actor.tp: 3 does not divide" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "kind", [["slurm"], ["kuberay", "--image=i", "--claim=c", "--mount=/m"]], ids=lambda kind: kind[0]
+)
+def test_what_cannot_be_written_is_named(
+    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: list[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(project.folder))
+    assert cli.main(["launch", kind[0], "config.yaml", *kind[1:], "run.dir=/proc/x"]) == 2
+    assert "error: run.dir: /proc/x/launch cannot be written (" in capsys.readouterr().err
+    (project.folder / "file").touch()
+    assert cli.main(["launch", kind[0], "config.yaml", *kind[1:], "--out=file/job"]) == 2
+    assert "error: --out: file cannot be written (" in capsys.readouterr().err
+
+
+def test_a_slurm_that_does_not_answer(
+    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(project.folder))
+    sinfo = project.folder / "sinfo"
+    sinfo.write_text("#!/bin/sh\necho 'slurm_load_partitions: Unable to contact' >&2; exit 1\n")
+    sinfo.chmod(0o755)
+    assert cli.main(["launch", "slurm", "config.yaml"]) == 0
+    assert "warning: slurm_load_partitions: Unable to contact: partition, time" in capsys.readouterr().err
+    assert (project.folder / "run/launch/job.sh").is_file()
+    # It is not even asked where the options are wrong.
+    assert cli.main(["launch", "slurm", "config.yaml", "--time=soon", "--sbatch=exclude=n7"]) == 2
+    err = capsys.readouterr().err
+    assert "Unable" not in err and "error: --time: 'soon' is no time" in err
+    assert "error: --sbatch: exclude=n7: " in err and "did you mean --sbatch=--exclude=n7?" in err
 
 
 def test_nodes_that_are_late() -> None:
@@ -246,6 +278,19 @@ def test_what_kubernetes_would_not_take(project: Project, capsys: pytest.Capture
     with pytest.raises(SystemExit):
         cli.main([*command, "--resource=rdma/hca"])
     assert "'rdma/hca' is not NAME=N" in capsys.readouterr().err
+
+
+def test_a_job_with_files_of_its_own(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["launch", "kuberay", "config.yaml", "--image=i", "--claim=c"]
+    assert cli.main([*command, "--mount=/lab", "model=/lab/models/x", "data.train=/data/train.parquet"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "kubectl apply -f run/launch/rayjob.yaml\n" and "error" not in err
+    assert "warning: model: /lab/models/x: no such folder" in err
+    assert "warning: data.train: /data/train.parquet: no such file" in err
+    (outside,) = [line for line in err.splitlines() if "--mount" in line]
+    assert outside.startswith("warning: data.train: /data/train.parquet is not under --mount /lab: ")
+    assert cli.main([*command, "--mount=lab"]) == 2
+    assert "error: --mount: lab: Kubernetes mounts at absolute paths: give /lab\n" in capsys.readouterr().err
 
 
 def write_script(path: Path, text: str) -> None:

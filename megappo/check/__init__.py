@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megappo.check.algorithm import best_findings, ppo_findings, sampling_findings
 from megappo.check.data import data_findings, length_findings, replay_findings
-from megappo.check.findings import Advice, Lacking, on_files
+from megappo.check.findings import Absent, Advice, Lacking, on_files
 from megappo.check.layouts import layout_findings, memory_findings, pool_findings
 from megappo.check.memory import fit_findings
 from megappo.check.models import end_of_text_findings, model_findings
@@ -28,7 +28,7 @@ class Report:
 
 
 def check_file(
-    path: str | Path, overrides: Sequence[str] = (), *, planning: bool = False
+    path: str | Path, overrides: Sequence[str] = (), *, planning: bool = False, elsewhere: bool = False
 ) -> tuple[Config | None, Report]:
     """Load and check a configuration file, so that mistakes in the file and in what it names come out together.
 
@@ -36,21 +36,24 @@ def check_file(
 
     Args:
         planning: files that a run needs may be missing (weights, tokenizer, data, rewards), which is a warning then.
+        elsewhere: the run will be on machines with files of their own: so may whole model folders.
     """
     try:
         config = load_config(path, overrides)
     except ConfigError as error:
-        rest = check(error.partial, planning=planning) if error.partial else Report()
+        rest = check(error.partial, planning=planning, elsewhere=elsewhere) if error.partial else Report()
         return None, Report((*error.problems, *error.news(rest.errors)), error.news(rest.warnings))
-    return config, check(config, planning=planning)
+    return config, check(config, planning=planning, elsewhere=elsewhere)
 
 
-def check(config: Config, *, planning: bool = False) -> Report:
+def check(config: Config, *, planning: bool = False, elsewhere: bool = False) -> Report:
     """Check a configuration against itself, its model folders, its files and its run folder."""
     findings = list(_findings(config))
-    if not planning and all(isinstance(line, Advice) for line in findings):
+    mild: tuple[type[str], ...] = (Advice, Lacking) if planning or elsewhere else (Advice,)
+    if not planning and all(isinstance(line, mild) for line in findings):
         findings += fit_findings(config)
-    mild = (Advice, Lacking) if planning else Advice
+    if elsewhere:
+        mild += (Absent,)
     errors = tuple(str(line) for line in findings if not isinstance(line, mild))
     return Report(errors, tuple(str(line) for line in findings if isinstance(line, mild)))
 

@@ -14,6 +14,10 @@ class Lacking(str):
     """A finding about files that a run needs, and that a plan can do without."""
 
 
+class Absent(str):
+    """A finding about a folder that is not on this machine: what depends on it cannot be known here."""
+
+
 def on_files(lines: Iterator[str]) -> Iterator[str]:
     """The same findings, marked as being about files."""
     return (line if isinstance(line, Advice) else Lacking(line) for line in lines)

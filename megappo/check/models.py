@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megappo.check.findings import on_files, under
+from megappo.check.findings import Absent, on_files, under
 from megappo.check.model_files import tokenizer_problems, weight_problems
 from megappo.config import Config
 from megappo.models.end_of_text import NAMED_IN, end_of_text_ids
@@ -28,7 +28,8 @@ def model_findings(config: Config, specs: dict[str, ModelSpec]) -> Iterator[str]
                 specs[folder] = read_model_spec(folder)
             except ModelError as error:
                 refused.add(folder)
-                yield from under(label, error.problems)
+                problems = under(label, error.problems)
+                yield from problems if Path(folder).exists() else map(Absent, problems)
                 continue
             if specs[folder].num_experts:
                 yield (

@@ -11,6 +11,7 @@ from typing import Any
 
 from megappo.check import check_file
 from megappo.config import Config
+from megappo.launch.problems import LaunchError
 
 BAD_INPUT = 2
 
@@ -62,13 +63,12 @@ def _common(command: argparse.ArgumentParser, run: Any) -> None:
 
 
 def _slurm(options: argparse.Namespace) -> int:
-    from megappo.launch.partitions import read_partitions
-    from megappo.launch.slurm import SlurmOptions, batch_script, nodes_of_job, warnings
+    from megappo.launch.partitions import SlurmUnavailable, read_partitions
+    from megappo.launch.slurm import SlurmOptions, batch_script, nodes_of_job, problems, warnings
 
     config = _checked(options)
     if config is None:
         return BAD_INPUT
-    partitions = read_partitions()
     chosen = SlurmOptions(
         **{name: getattr(options, name) for name in ("devices_per_node", "time", "partition", "account", "qos")},
         constraint=options.constraint,
@@ -78,52 +78,78 @@ def _slurm(options: argparse.Namespace) -> int:
         interface=options.interface,
         sbatch=tuple(options.sbatch),
     )
+    if found := problems(config, chosen, None):  # Slurm may take half a minute to say nothing
+        raise LaunchError(found)
+    partitions = None
+    try:
+        partitions = read_partitions()
+    except SlurmUnavailable as error:
+        print(f"warning: {error}: partition, time limit and nodes were not compared with Slurm", file=sys.stderr)
     script = batch_script(config, chosen, partitions)
     nodes, width = nodes_of_job(config, chosen, partitions)
     for line in warnings(config, chosen, len(nodes), width):
         print(f"warning: {line}", file=sys.stderr)
-    if options.submit and shutil.which("sbatch") is None:
-        print("error: --submit: no sbatch here: call it on a login node, or copy the script there", file=sys.stderr)
-        return BAD_INPUT
-    if partitions is None:
-        print("warning: no sinfo here: partition, time limit and nodes were not compared with Slurm", file=sys.stderr)
-    path = _write(options.out or config.run.folder / "launch" / "job.sh", script)
-    (config.run.folder / "logs").mkdir(parents=True, exist_ok=True)  # Slurm does not make it
+    path = _write(options.out, config.run.folder / "launch" / "job.sh", script)
+    _make(config.run.folder / "logs")  # Slurm does not
     for index, pools in enumerate(nodes):
         print(f"node {index}: {', '.join(pools)}")
     if not options.submit:
         print(f"sbatch {path}")
         return 0
+    if shutil.which("sbatch") is None:
+        print(f"error: --submit: no sbatch here: {path} is written: sbatch it on a login node", file=sys.stderr)
+        return BAD_INPUT
     return subprocess.run(["sbatch", str(path)]).returncode
 
 
 def _kuberay(options: argparse.Namespace) -> int:
-    from megappo.launch.kuberay import KubeRayOptions, manifest
+    from megappo.launch.kuberay import KubeRayOptions, manifest, warnings
 
-    config = _checked(options)
+    config = _checked(options, elsewhere=True)
     if config is None:
         return BAD_INPUT
     names = ("image", "claim", "mount", "cpus_per_device", "memory_gib_per_device", "host_network")
     chosen = KubeRayOptions(**{name: getattr(options, name) for name in names}, resources=dict(options.resource))
     text = manifest(config, chosen)
-    print(f"kubectl apply -f {_write(options.out or config.run.folder / 'launch' / 'rayjob.yaml', text)}")
+    for line in warnings(config, chosen):
+        print(f"warning: {line}", file=sys.stderr)
+    print(f"kubectl apply -f {_write(options.out, config.run.folder / 'launch' / 'rayjob.yaml', text)}")
     return 0
 
 
-def _checked(options: argparse.Namespace) -> Config | None:
-    """The configuration, if it has no errors; findings are on standard error."""
-    config, report = check_file(options.config, options.overrides)
+def _checked(options: argparse.Namespace, *, elsewhere: bool = False) -> Config | None:
+    """The configuration, if it has no errors; findings are on standard error.
+
+    Args:
+        elsewhere: its files are where the job will run, and may be missing here.
+    """
+    config, report = check_file(options.config, options.overrides, elsewhere=elsewhere)
     for kind, lines in (("warning", report.warnings), ("error", report.errors)):
         for line in lines:
             print(f"{kind}: {line}", file=sys.stderr)
     return None if report.errors else config
 
 
-def _write(path: str | Path, text: str) -> Path:
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text, encoding="utf-8")
+def _write(out: str | None, default: Path, text: str) -> Path:
+    """Write the file that ``--out`` names, or the one in the run's folder."""
+    target = Path(out) if out else default
+    _make(target.parent, "--out" if out else "run.dir")
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(_unwritable("--out" if out else "run.dir", target, error)) from None
     return target
+
+
+def _make(folder: Path, key: str = "run.dir") -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(_unwritable(key, folder, error)) from None
+
+
+def _unwritable(key: str, path: Path, error: OSError) -> tuple[str]:
+    return (f"{key}: {path} cannot be written ({error.strerror}): choose another",)
 
 
 def _resource(text: str) -> tuple[str, int]:

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from megappo.config import Config, dump_config
+from megappo.config.run import is_url
 from megappo.launch.nodes import PIN_POOLS, pool_resource
 from megappo.launch.problems import LaunchError
 
@@ -110,7 +111,27 @@ def manifest(config: Config, options: KubeRayOptions) -> str:
     return yaml.safe_dump_all([stored, job], sort_keys=False, width=120)
 
 
+def warnings(config: Config, options: KubeRayOptions) -> Iterator[str]:
+    """What the pods may not see: they have the volume at the mount, and else what is in the image."""
+    paths: dict[str, str | tuple[str, ...]] = {
+        "model": config.model,
+        "data.train": config.data.train,
+        "data.validation": config.data.validation,
+    }
+    paths |= {f"roles.{name}.model": role.model for name, role in config.roles.megatron.items() if role.model}
+    if not is_url(config.run.dir):
+        paths["run.dir"] = config.run.dir
+    mount = os.path.normpath(options.mount)
+    for key, value in paths.items():
+        for path in (value,) if isinstance(value, str) else value:
+            # Relative ones are relative to the mount, which is the working directory.
+            if not Path(os.path.normpath(os.path.join(mount, path))).is_relative_to(mount):
+                yield f"{key}: {path} is not under --mount {mount}: pods see it only if the image has it"
+
+
 def _problems(config: Config, options: KubeRayOptions) -> Iterator[str]:
+    if not options.mount.startswith("/"):
+        yield f"--mount: {options.mount}: Kubernetes mounts at absolute paths: give /{options.mount}"
     groups: dict[str, str] = {}
     for pool in config.pools:
         other = groups.setdefault(_label(pool), pool)

@@ -11,7 +11,7 @@ UNLIMITED_S = float("inf")
 
 
 class SlurmUnavailable(RuntimeError):
-    """Slurm is installed and does not answer."""
+    """Slurm is not here, or does not answer."""
 
 
 @dataclass(frozen=True)
@@ -32,22 +32,23 @@ class Partition:
     kinds: tuple[NodeKind, ...]
 
 
-def read_partitions() -> dict[str, Partition] | None:
-    """All partitions by name; ``None`` on a machine without Slurm.
+def read_partitions() -> dict[str, Partition]:
+    """All partitions by name.
 
     Raises:
-        SlurmUnavailable: its controller does not answer.
+        SlurmUnavailable: there is no sinfo on this machine, or Slurm's controller does not answer it.
     """
     if shutil.which("sinfo") is None:
-        return None
+        raise SlurmUnavailable("no sinfo here")
     try:
         done = subprocess.run(
             ["sinfo", "--noheader", "--format=%P|%l|%D|%G"], capture_output=True, text=True, timeout=30
         )
     except subprocess.TimeoutExpired:
-        raise SlurmUnavailable("sinfo: no answer within 30 s: is Slurm's controller up?") from None
+        raise SlurmUnavailable("sinfo: no answer within 30 s") from None
     if done.returncode:
-        raise SlurmUnavailable(f"sinfo: {done.stderr.strip()}: is Slurm's controller up?")
+        said = done.stderr.strip().splitlines()
+        raise SlurmUnavailable(said[-1] if said else f"sinfo: exit status {done.returncode}")
     return parse_partitions(done.stdout)
 
 

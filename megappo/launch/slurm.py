@@ -81,6 +81,9 @@ def _problems(config: Config, options: SlurmOptions, partitions: Mapping[str, Pa
         )
     if options.setup and not Path(options.setup).is_file():
         yield f"--setup: {options.setup}: no such file: name a shell file that all nodes see"
+    for argument in options.sbatch:
+        if not argument.startswith("-"):
+            yield f"--sbatch: {argument}: sbatch's options begin with dashes: did you mean --sbatch=--{argument}?"
     if not (SCRIPTS / "job.sh").is_file():
         yield f"{SCRIPTS}: has no job.sh: install megappo from its repository (pip install -e), where launch/ is"
     for key in config.pools:
