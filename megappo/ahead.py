@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from megappo.cluster.dataflow import batch_of
 from megappo.collect import Begun, Collected, Collector
 from megappo.config import Config
+from megappo.data import batch as rows_of
 from megappo.data.order import PromptOrder
 from megappo.data.progress import done, undone
 from megappo.report.step_metrics import staleness_metrics
@@ -29,6 +30,7 @@ class Ahead:
 
     def __init__(self, config: Config, collector: Collector) -> None:
         self._collector, self._steps, self._staleness = collector, config.run.steps, config.ppo.staleness
+        self._max_response = config.data.max_response
         self._begun: Begun | None = None
         self._ready: dict[int, Collected] = {}
 
@@ -68,17 +70,19 @@ class Ahead:
                 write_held(folder / f"{_GREEDY}{step}.parquet", greedy.read(*sorted(greedy.columns)), {})
 
     def load(self, folder: Path) -> None:
-        """Go on with what :meth:`save` wrote, whatever ``ppo.staleness`` was then: what is not done begins anew."""
+        """Go on with what :meth:`save` wrote, whatever ``ppo.staleness`` was then; see :func:`usable`.
+
+        What is not done begins anew.
+        """
         self._begun, self._ready = None, {}
-        for path in sorted(folder.glob("[0-9]*.parquet")):
-            rows, note = read_held(path)
+        for step, (rows, note) in usable(folder, self._max_response).items():
             if undone(rows).num_rows:
                 continue
             if "weight_version" not in rows.column_names:
                 rows = done(rows)
-            greedy = path.with_name(f"{_GREEDY}{path.name}")
+            greedy = folder / f"{_GREEDY}{step}.parquet"
             more = batch_of(read_held(greedy)[0]) if greedy.exists() else None
-            self._ready[int(path.stem)] = Collected(batch_of(rows), greedy=more, **note)
+            self._ready[step] = Collected(batch_of(rows), greedy=more, **note)
 
 
 def write_held(path: Path, rows: pa.Table, note: dict[str, Any]) -> None:
@@ -90,3 +94,16 @@ def read_held(path: Path) -> tuple[pa.Table, dict[str, Any]]:
     """Read what :func:`write_held` wrote."""
     rows = pq.read_table(path).combine_chunks()
     return rows.replace_schema_metadata(None), json.loads(rows.schema.metadata[_NOTE])
+
+
+def usable(folder: Path, max_response: int) -> dict[int, tuple[pa.Table, dict[str, Any]]]:
+    """The batches that were written into a folder, by step, and what is known of them.
+
+    Those with a response that is longer than it may be by now (tokens) are left out, to be drawn again.
+    """
+    held = {int(path.stem): read_held(path) for path in sorted(folder.glob("[0-9]*.parquet"))}
+    return {
+        step: (rows, note)
+        for step, (rows, note) in held.items()
+        if rows_of.lengths(rows, "response_ids").max(initial=0) <= max_response
+    }

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 STATE_NAME = "trainer.json"
+FILES = "files"
+"""In the trainer's state: the size of every other file of the checkpoint, in bytes."""
 PARTIAL = ".partial"
 BEST = "best"
 UNVALIDATED = "unvalidated"
@@ -22,6 +24,10 @@ UNVALIDATED = "unvalidated"
 
 class DiskFull(RuntimeError):
     """A checkpoint did not fit onto the disk; the one before is untouched."""
+
+
+class DamagedCheckpoint(RuntimeError):
+    """A checkpoint lacks files that it had, or they are shorter."""
 
 
 class OldCheckpoint(RuntimeError):
@@ -139,9 +145,10 @@ class Checkpoints:
 
     @staticmethod
     def write_state(folder: Path, state: dict[str, Any]) -> None:
-        """Write the trainer's own state into a checkpoint, whole."""
+        """Write the trainer's own state into a checkpoint, whole, and what files of which size it has."""
+        files = {name: size for name, size in _sizes(folder).items() if not name.startswith(STATE_NAME)}
         partial = folder / f"{STATE_NAME}{PARTIAL}"
-        partial.write_text(json.dumps(state, indent=1))
+        partial.write_text(json.dumps({**state, FILES: files}, indent=1))
         _sync(partial)
         partial.replace(folder / STATE_NAME)
 
@@ -150,9 +157,22 @@ class Checkpoints:
         """Read what :meth:`write_state` wrote.
 
         Raises:
+            DamagedCheckpoint: it cannot be read, or files are not as they were.
             OldCheckpoint: some of what is needed is not in it.
         """
-        state = json.loads((folder / STATE_NAME).read_text())
+        way_out = f"remove {folder} to go on from the checkpoint before, or start a new run (another run.dir)"
+        try:
+            state = json.loads((folder / STATE_NAME).read_text())
+        except (OSError, ValueError) as error:
+            raise DamagedCheckpoint(f"{folder / STATE_NAME}: cannot be read ({error}): {way_out}") from None
+        found = _sizes(folder)
+        wrong = [
+            f"{name} has {found[name]} of {size} bytes" if name in found else f"{name} is missing"
+            for name, size in state.pop(FILES, {}).items()
+            if found.get(name) != size
+        ]
+        if wrong:
+            raise DamagedCheckpoint(f"{folder}: {', '.join(wrong[:3])}{' ...' * (len(wrong) > 3)}: {way_out}")
         if lacking := sorted(set(needed) - state.keys()):
             raise OldCheckpoint(
                 f"{folder}: written by another version of megappo ({STATE_NAME} has no {', '.join(lacking)}), so that "
@@ -160,6 +180,10 @@ class Checkpoints:
                 "run.dir) from its weights: megappo convert, and the folder it writes as model"
             )
         return state
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
 
 
 def step_of(name: str) -> int | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from megappo.ahead import read_held, write_held
+from megappo.ahead import usable, write_held
 from megappo.cluster.cluster import Cluster
 from megappo.cluster.dataflow import batch_of
 from megappo.collect import Collected
@@ -80,9 +80,12 @@ class Streamed:
             write_held(folder / f"{step}.parquet", held.rows, {"position": held.position, "scored": False})
 
     def load(self, folder: Path) -> None:
-        """Go on with what :meth:`save` wrote, whatever ``ppo.staleness`` was then."""
-        held = {int(path.stem): read_held(path) for path in folder.glob("[0-9]*.parquet")}
-        self._held = {step: Held(taken_up(rows), note["position"]) for step, (rows, note) in held.items()}
+        """Go on with what :meth:`save` wrote, at any ``ppo.staleness``; see :func:`~megappo.ahead.usable`."""
+        self._held = {}
+        for step, (rows, note) in usable(folder, self.config.data.max_response).items():
+            fresh = self._fresh(step, 0).rows  # whose ids no other batch here has, and nothing but what is drawn
+            rows = rows.set_column(rows.column_names.index("id"), "id", fresh.column("id"))
+            self._held[step] = Held(taken_up(rows, fresh.column_names), note["position"])
 
     def _fresh(self, step: int, position: int) -> Held:
         wanted, samples = self.config.data.prompts_per_step, self.config.roles.rollout.samples_per_prompt

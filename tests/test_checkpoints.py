@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megappo.checkpoints import Checkpoints, OldCheckpoint
+from megappo.checkpoints import Checkpoints, DamagedCheckpoint, OldCheckpoint
 
 
 def write(checkpoints: Checkpoints, step: int, text: str = "weights") -> None:
@@ -33,6 +35,29 @@ def test_state_comes_back_exactly(tmp_path: Path) -> None:
     with pytest.raises(OldCheckpoint, match=r"step_3: written by another version .*has no guards, position\)"):
         checkpoints.read_state(latest, {"step": 0, "position": 0, "guards": {}})
     assert (latest / "actor" / "data").read_text() == "weights"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (
+            lambda step: (step / "actor" / "data").write_text("wei"),
+            r"step_3: actor/data has 3 of 7 bytes: remove \S*step_3",
+        ),
+        (lambda step: (step / "actor" / "data").unlink(), "step_3: actor/data is missing: remove "),
+        (
+            lambda step: (step / "trainer.json").write_text('{"step": 3'),
+            r"trainer\.json: cannot be read \(.*\): remove ",
+        ),
+    ],
+    ids=["cut short", "lost", "state cut short"],
+)
+def test_a_damaged_one_is_named_with_the_way_out(tmp_path: Path, spoil: Callable[[Path], Any], words: str) -> None:
+    checkpoints = Checkpoints(tmp_path, 2)
+    write(checkpoints, 3)
+    spoil(tmp_path / "step_3")
+    with pytest.raises(DamagedCheckpoint, match=words):
+        checkpoints.read_state(tmp_path / "step_3")
 
 
 def test_the_latest_is_by_number_and_the_oldest_go(tmp_path: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
+from megappo.ahead import Ahead, write_held
 from megappo.cluster import dataflow
 from megappo.cluster.dataflow import Batch, TableRef
 from megappo.collect import Collected, Collector, baseline_column
@@ -28,6 +30,7 @@ from megappo.config import (
 )
 from megappo.data import batch as rows_of
 from megappo.data.prompts import PromptSet
+from megappo.streamed import Streamed
 from megappo.workers.settings import Sampling
 
 PROMPTS, WANTED, SAMPLES = 10, 3, 2
@@ -165,3 +168,41 @@ def test_a_greedy_response_to_each_prompt_of_the_batch(monkeypatch: pytest.Monke
     table = played.tables[column.ref]  # type: ignore[call-overload]
     assert table.column("id").to_pylist() == found.batch.ids.tolist()
     assert [int(value) for value in table.column("baseline").to_pylist()] == [1, 1, 2, 2, 3, 3]
+
+
+def test_batches_of_dynamic_sampling_are_taken_up_by_engines_that_draw_all_the_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Their rows are numbered anew, or those of other steps could have the same numbers; scores are left behind."""
+    at = collector(monkeypatch, Played(lambda prompt, sample: float(sample)), 0)
+    rows = pa.table(
+        {
+            "id": np.array([2, 3, 8, 9, 10, 11]),
+            "prompt_index": np.repeat([1, 4, 5], SAMPLES),
+            "prompt_ids": rows_of.ragged(np.repeat([1, 4, 5], SAMPLES), [1] * 6),
+            "response_ids": rows_of.ragged(np.arange(12, dtype=np.int32), [2] * 6),
+            "rollout_logprobs": rows_of.ragged(np.zeros(12, np.float32), [2] * 6),
+            "finish_reason": ["stop"] * 6,
+            "weight_version": np.full(6, 1),
+            "score": np.arange(6.0),
+        }
+    )
+    write_held(tmp_path / "2.parquet", rows, {"position": 9, "scored": True, "metrics": {}})
+    streamed = Streamed(at.config, at.cluster, at.prompts)
+    streamed.load(tmp_path)
+    (held,) = streamed._held.values()
+    assert held.position == 9
+    assert rows_of.column(held.rows, "id").tolist() == [12, 13, 14, 15, 16, 17]  # as those of a fresh step 2
+    assert rows_of.column(held.rows, "prompt_index").tolist() == [1, 1, 4, 4, 5, 5]
+    assert rows_of.flat(held.rows, "token_versions").tolist() == [1] * 12
+    assert "score" not in held.rows.column_names
+    fresh = streamed._fresh(3, 9).rows
+    assert set(held.rows.column_names) == set(fresh.column_names)
+
+    shorter = replace(at.config, data=replace(at.config.data, max_response=1))  # as a resumed run may have it
+    streamed = Streamed(shorter, at.cluster, at.prompts)
+    streamed.load(tmp_path)
+    assert streamed._held == {}
+    ahead = Ahead(shorter, at)
+    ahead.load(tmp_path)
+    assert ahead._ready == {}

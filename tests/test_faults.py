@@ -145,7 +145,8 @@ def test_a_worker_that_does_not_answer_is_named(session: Session, capsys: pytest
         os.kill(stopped, signal.SIGCONT)
         cluster.calls.timeout_s, cluster.calls.heartbeat_s = usual
     warned = capsys.readouterr().err
-    assert 1 <= warned.count("score: under way for ") <= 2, warned  # before the limit: 0.8 s after the last answer
+    # Before the limit, 0.8 s after the last answer.
+    assert 1 <= warned.count("score: nothing has come in the last 0.8 s; ") <= 2, warned
     assert re.search(r"\n  actor rank 1 \(.*\)  does not answer: stopped", warned), warned
     assert time.monotonic() - began < 5
     text = str(failure.value)

@@ -22,7 +22,7 @@ from megappo.layout.devices import PROFILES
 from megappo.layout.memory import GIB
 from megappo.plan.command import Options, plan
 from megappo.plan.estimate import estimate, full_workload
-from megappo.plan.limits import call_problems, round_up
+from megappo.plan.limits import round_up
 from megappo.plan.memory import fit_problems
 from megappo.plan.sync import rough_sync
 
@@ -73,15 +73,6 @@ def test_a_phase_that_would_be_taken_for_a_hang(folder: Path) -> None:
     lines: list[str] = []
     plan(load_config(PRESET, LONG), Options("H100"), lines.append)
     assert "\nwarning: run.timeout_s: 1800 s is less than twice the 3" in "\n" + lines[-1]
-
-
-def test_engines_that_draw_meanwhile_have_one_call_from_sync_to_sync(folder: Path) -> None:
-    config = load_config(PRESET, ["ppo.staleness=2"])
-    step = estimate(config, PROFILES["H100"], full_workload(config), rough_sync(config, PROFILES["H100"]))
-    assert round(step.seconds) > round(step.phases["gen"].seconds)
-    limit = replace(config, run=replace(config.run, timeout_s=1.9 * step.seconds))
-    (line,) = call_problems(limit, step)
-    assert f"twice the {step.seconds:.0f} s predicted for generate" in line
 
 
 def test_a_step_and_a_checkpoint_come_before_the_end_of_a_job(folder: Path) -> None:

@@ -44,8 +44,9 @@ def test_a_batch_that_was_drawn_whole_is_taken_up_too() -> None:
         merged(begun(REQUESTS), found(r7=([4], [2], "stop"), r8=([3, 3], [2, 2], "length"), r9=([1], [2], "stop")))
     )
     plain = whole.drop_columns(["token_versions", "last_weight_version"])
-    for rows in (plain, whole):
-        again = taken_up(rows)
+    scored = plain.append_column("score", pa.array([0.0, 1.0, 1.0]))
+    for rows in (plain, whole, scored):
+        again = taken_up(rows, begun(REQUESTS).column_names)
         assert again.column("token_versions").to_pylist() == [[2], [2, 2], [2]]
         assert set(again.column_names) == {*REQUESTS.column_names, *SCHEMA.names}
         assert done(again).select(whole.column_names).equals(whole)

@@ -66,6 +66,7 @@ class Scene:
     engines: list[Engine]
     dead: set[int] = field(default_factory=set)
     told: list[Callable[[Collection[int]], None]] = field(default_factory=list)
+    limited: list[str] = field(default_factory=list)
 
     def members(self, version: int) -> tuple[Member, ...]:
         places = (Place("rollout", engine.rank, "serve", "node", "log") for engine in self.engines)
@@ -78,8 +79,12 @@ class Scene:
         for told in self.told:
             told({place.rank for place in loss.died})
 
-    def start(self, place: Place, method: str, ref: Any) -> Call:
+    def start(self, place: Place, method: str, ref: Any, *, limited: bool = True) -> Call:
+        assert limited == (method != "stream")  # a turn lasts as long as the others train
         return Call(place, method, ref)
+
+    def limit(self, call: Call) -> None:
+        self.limited.append(call.method)
 
     def forget(self, calls: Any) -> None:
         list(calls)
@@ -116,8 +121,9 @@ def test_each_batch_is_spread_over_the_engines_and_a_turn_goes_on_while_some_are
     taken = streaming.wait(np.array([0, 1, 2, 3]))
     assert ids(taken) == [0, 1, 2, 3] and set(taken.column("finish_reason").to_pylist()) == {"stop"}
     assert streaming.is_running
+    assert not at.limited
     assert ids(streaming.stop()) == [4, 5, 6, 7]
-    assert not streaming.is_running
+    assert not streaming.is_running and at.limited == ["stream", "stream"]
     start(streaming)
     assert at.engines[0].asked == ["stream 1", "wait 1", "stop 1", "stream 2"]
     assert ids(streaming.wait(np.array([6]))) == [6]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -108,11 +109,16 @@ class Calls:
     _running: dict[ray.ObjectRef, tuple[Call, float]] = field(default_factory=dict)
     _done: dict[ray.ObjectRef, Any] = field(default_factory=dict)
 
-    def start(self, place: Place, method: str, ref: ray.ObjectRef) -> Call:
-        """Watch a call from now on."""
+    def start(self, place: Place, method: str, ref: ray.ObjectRef, *, limited: bool = True) -> Call:
+        """Watch a call from now on; if it is not limited, its time only begins with :meth:`limit`."""
         call = Call(place, method, ref)
-        self._running[ref] = call, time.monotonic()
+        self._running[ref] = call, time.monotonic() if limited else math.inf
         return call
+
+    def limit(self, call: Call) -> None:
+        """Let the time begin that a call may take."""
+        if call.ref in self._running:
+            self._running[call.ref] = call, time.monotonic()
 
     def gather(self, *pending: Pending[Any]) -> list[Any]:
         """Wait for all of these; meanwhile a failure of any call, awaited here or not, is raised at once.
@@ -134,14 +140,16 @@ class Calls:
 
     def _wait_for_any(self) -> None:
         oldest, started = min(self._running.values(), key=lambda entry: entry[1])
+        beat = self.heartbeat_s or math.inf
         ready: Sequence[ray.ObjectRef] = ()
         while not ready:
             left = max(started + self.timeout_s - time.monotonic(), 0.0)
-            ready, _ = ray.wait(list(self._running), num_returns=1, timeout=min(left, self.heartbeat_s or left))
-            if not ready and left <= (self.heartbeat_s or left):
+            pause = min(left, beat)
+            ready, _ = ray.wait(list(self._running), num_returns=1, timeout=None if math.isinf(pause) else pause)
+            if not ready and left <= beat:
                 raise WorkerLost(self._lateness(oldest, started))
             if not ready:
-                print(self._slowness(oldest, started), file=sys.stderr, flush=True)
+                print(self._slowness(oldest), file=sys.stderr, flush=True)
         failures = self._take(ready)
         if failures:
             raise self._blame(failures)
@@ -156,12 +164,11 @@ class Calls:
             f"see {due[late[0]].log}\n{_table(sights)}"
         )
 
-    def _slowness(self, oldest: Call, started: float) -> str:
+    def _slowness(self, oldest: Call) -> str:
         """What a person who follows the run reads before the limit has come."""
-        waited = time.monotonic() - started
         return (
-            f"{oldest.method}: under way for {waited:.0f} s, nothing has come in the last {self.heartbeat_s:g} s; "
-            f"run.timeout_s = {self.timeout_s:g} s ends it\n{_table(self._sights())}"
+            f"{oldest.method}: nothing has come in the last {self.heartbeat_s:g} s; run.timeout_s is "
+            f"{self.timeout_s:g} s\n{_table(self._sights())}"
         )
 
     def _sights(self) -> Sequence[Sight]:

@@ -65,7 +65,8 @@ class Streaming:
             rows = pa.concat_tables(parts).combine_chunks()
             ids = batch.column(rows, "id")
             selected = Selection(ids, COLUMNS, ((put_table(rows),),))
-            call = self._call(member, "stream", selected, sampling, number, version)
+            # A turn lasts as long as the others train; its end is what may not take long.
+            call = self._call(member, "stream", selected, sampling, number, version, limited=False)
             self._shares[member.place.rank] = _Share(member, ids, [call])
 
     def wait(self, ids: np.ndarray) -> pa.Table:
@@ -96,6 +97,7 @@ class Streaming:
         """
         stops = {rank: self._call(share.member, "stop", beside=True) for rank, share in self._shares.items()}
         for rank, call in stops.items():
+            self._calls.limit(self._shares[rank].calls[0])
             self._shares[rank].calls.append(call)
         while True:
             ending = [Pending((share.calls[0], stops[rank]), list) for rank, share in self._shares.items()]
@@ -113,11 +115,11 @@ class Streaming:
             if rank in dead:
                 self._calls.forget(self._shares.pop(rank).calls)
 
-    def _call(self, member: Member, method: str, *args: Any, beside: bool = False) -> Call:
+    def _call(self, member: Member, method: str, *args: Any, beside: bool = False, limited: bool = True) -> Call:
         remote = getattr(member.actor, method)
         if beside:
             remote = remote.options(concurrency_group=CONTROL)
-        return self._calls.start(member.place, method, remote.remote(self._turn, *args))
+        return self._calls.start(member.place, method, remote.remote(self._turn, *args), limited=limited)
 
 
 def _joined(tables: Sequence[pa.Table]) -> pa.Table:

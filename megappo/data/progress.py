@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import pairwise
 
 import numpy as np
@@ -47,14 +48,17 @@ def merged(rows: pa.Table, found: pa.Table) -> pa.Table:
     return batch.join_by_id(rows.drop_columns(list(DRAWN)), drawn)
 
 
-def taken_up(rows: pa.Table) -> pa.Table:
-    """Rows as :func:`begun` and :func:`merged` make them, from a batch that was drawn whole or left unfinished."""
+def taken_up(rows: pa.Table, columns: Collection[str]) -> pa.Table:
+    """Rows as :func:`begun` and :func:`merged` make them, from a batch that was drawn whole or left unfinished.
+
+    Args:
+        columns: those that :func:`begun` makes; others, such as scores, are left behind.
+    """
     if "token_versions" not in rows.column_names:
         lengths = batch.lengths(rows, "response_ids")
         versions = np.repeat(batch.column(rows, "weight_version").astype(np.int32), lengths)
         rows = rows.append_column("token_versions", batch.ragged(versions, lengths))
-    versions_of_rows = {"weight_version", "last_weight_version"} & set(rows.column_names)
-    return merged(rows.drop_columns(sorted(versions_of_rows)), SCHEMA.empty_table())
+    return merged(rows.select([name for name in rows.column_names if name in columns]), SCHEMA.empty_table())
 
 
 def undone(rows: pa.Table) -> pa.Table:

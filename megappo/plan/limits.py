@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from math import ceil, floor, log10, prod
 
 from megappo.config import TRAINED, Config
-from megappo.layout.timeline import GENERATE
 from megappo.models.lora import is_adapter
 from megappo.models.spec import read_model_spec, with_lora
 from megappo.plan.estimate import Estimate
@@ -21,8 +20,6 @@ STATE_BYTES = {"bfloat16": 14, "float32": 12}
 def call_problems(config: Config, step: Estimate) -> Iterator[str]:
     """Whether a phase, which is one call of each process, could be taken for a hang by ``run.timeout_s``."""
     calls = {NAMES[name]: phase.seconds for name, phase in step.phases.items() if name in NAMES}
-    if config.ppo.streams:  # a turn of the engines lasts from one weight sync to the next
-        calls[NAMES[GENERATE]] = max(calls[NAMES[GENERATE]], step.seconds)
     yield from limit_problems(config, calls, "predicted for")
 
 
