@@ -42,6 +42,7 @@ from pathlib import Path
 import yaml
 
 from megappo.report.console import duration, validation_scores
+from megappo.report.parts import seconds_of
 from megappo.report.run_log import read_log
 
 run = Path(sys.argv[1])
@@ -56,7 +57,7 @@ if log[-1]["step"] < wanted:
 scores = [found for row in log if (found := validation_scores(row["metrics"]))]
 for name in scores[-1] if scores else ():
     print(f"validation {name}: {scores[0][name]:.1%} before PPO, {scores[-1][name]:.1%} after {wanted} steps")
-print(f"trained for {duration(log[-1]['time'] - log[0]['time'])}")
+print(f"trained for {duration(seconds_of(log))}")
 PYTHON
 }
 
@@ -81,7 +82,13 @@ if [ ! -d "$run/model" ]; then
     mv "$run/model.part" "$run/model"
 fi
 
-megappo train "$config" "${overrides[@]}"
+megappo train "$config" "${overrides[@]}" || {
+    status=$?
+    if [ "$status" -eq 2 ] && [ -d "$run/checkpoints" ]; then
+        echo "quickstart: the run is always $run; to begin it anew with these settings: bash launch/quickstart.sh --fresh ${overrides[*]}" >&2
+    fi
+    exit "$status"
+}
 megappo report "$run" >/dev/null
 echo
 summary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 _SUMMARY = ("mean", "max", "min")
@@ -45,6 +46,24 @@ def unknown_name(name: str) -> str:
     if name in FIXED or (family(name) in OPEN and "/" in name):
         return ""
     return f"{name} is no metric that a run logs{meant(name, FIXED)}"
+
+
+def subset_sizes(samples: int) -> list[int]:
+    """2, 4, 8, ... below ``samples``, and ``samples``; of one sample there are none."""
+    powers = [2**exponent for exponent in range(1, samples.bit_length()) if 2**exponent < samples]
+    return [*powers, samples] if samples > 1 else []
+
+
+def wrong_samples(name: str, samples: int) -> str:
+    """What ``kind@n`` in the name of a validation metric should be, with so many samples; empty if it is right."""
+    found = re.search(r"/(mean|std|best|worst|maj|pass)@(\d+)(?=/|$)", name)
+    if found is None or family(name) not in VALIDATION:
+        return ""
+    kind, number = found[1], int(found[2])
+    sizes = {"mean": [samples], "std": subset_sizes(samples)[-1:]}.get(kind, subset_sizes(samples))
+    if number in sizes:
+        return ""
+    return " or ".join(f"{kind}@{size}" for size in sizes) or f"mean@{samples}"
 
 
 def meant(name: str, names: Iterable[str]) -> str:

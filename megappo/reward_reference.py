@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import NamedTuple
 
 DEFAULT_NAME = "compute_score"
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # each is given by its name
+SANDBOX = "sandbox"  # the argument of functions that run code
+TOKENS = "response_tokens"  # the argument of functions that reward tokens
+CALLABLE = f"it must be callable as {DEFAULT_NAME}({', '.join(ARGUMENTS)})"
 
 
 class RewardReference(NamedTuple):
@@ -14,6 +19,16 @@ class RewardReference(NamedTuple):
     location: str
     name: str
     is_file: bool
+
+
+def signature_problem(signature: inspect.Signature) -> str:
+    """Why a function of this signature cannot be called as reward functions are; empty if it can."""
+    names = (*ARGUMENTS, *(name for name in (SANDBOX, TOKENS) if name in signature.parameters))
+    try:
+        signature.bind(**dict.fromkeys(names))
+    except TypeError as error:
+        return f"takes {signature} ({error}); {CALLABLE}"
+    return ""
 
 
 def parse_reference(text: str) -> RewardReference:

@@ -25,7 +25,7 @@ from megappo.report.console import Console
 from megappo.report.html import write_report
 from megappo.report.roles import describe_roles
 from megappo.report.rollout_dump import RolloutDump
-from megappo.report.run_log import RunLog
+from megappo.report.run_log import RunLog, read_log
 from megappo.report.step_metrics import BATCH_COLUMNS, Metrics, batch_metrics
 from megappo.report.trackers import Trackers
 from megappo.report.validation_metrics import VALIDATION_COLUMNS, canary_metrics, validation_metrics
@@ -159,6 +159,7 @@ class Run:
             warn=self.console.warn,
         )
         if resumed_at is not None:
+            self.console.went_before(read_log(self.folder))
             self.console.status(f"resumed from the checkpoint of step {resumed_at}")
             if self._changes:
                 self.console.status(f"with other settings than before: {', '.join(self._changes)}")

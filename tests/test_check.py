@@ -66,7 +66,7 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a critic for nothing": (
         ("ppo.estimator=rloo",),
-        "roles.critic: ppo.estimator rloo needs no values: leave it out, or set gae",
+        "roles.critic: ppo.estimator rloo needs no values: leave it out (roles.critic=null), or set gae",
     ),
     "nothing to compare": (
         ("ppo.estimator=grpo", "roles.critic=null", "roles.rollout.samples_per_prompt=1", "ppo.mini_batch=8"),
@@ -115,6 +115,20 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
         ("ppo.staleness=1", "roles.rollout.pool=value"),
         "ppo.staleness: 1 has the engines generate while others work, and critic and reference take turns with them in "
         "the pool value: give roles.rollout.pool a pool of its own, or set 0",
+    ),
+    "a guard of another number of samples": (
+        (
+            "run.validate_every=1",
+            "roles.rollout.validation_samples=4",
+            "ppo.guards={a: {metric: val-core/a/acc/mean@1, below: 1}}",
+        ),
+        "ppo.guards.a.metric: val-core/a/acc/mean@1 is never logged, as roles.rollout.validation_samples is 4: "
+        "write mean@4",
+    ),
+    "the best of too many samples": (
+        ("run.validate_every=1", "run.keep_best={metric: val-core/a/acc/pass@2}"),
+        "run.keep_best.metric: val-core/a/acc/pass@2 is never logged, as roles.rollout.validation_samples is 1: "
+        "write mean@1",
     ),
     "a guard of the canary": (
         ("ppo.guards={kl: {metric: canary/a/acc/mean@1, above: 1}}",),
@@ -239,8 +253,8 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "reward model without its head": (
         ("roles.reward={pool: value, model: small}",),
-        "roles.reward.model: FOLDER/small: its weights lack score.weight: give the config.json that the weights belong "
-        "to",
+        "roles.reward.model: FOLDER/small: is a language model, not a reward model: give one with a scalar head "
+        "(AutoModelForSequenceClassification), or train one: megappo reward-train",
     ),
     "no reward file": (
         ("roles.reward.function=scores.py",),
@@ -380,6 +394,14 @@ WARNINGS: dict[str, tuple[tuple[str, ...], str]] = {
     "target without a penalty": (
         ("ppo.kl={in_reward: false, loss_coef: 0.1, target: 0.1}",),
         "ppo.kl.target: has no effect without ppo.kl.in_reward: leave it out, or set in_reward",
+    ),
+    "a source spelt otherwise": (
+        ("roles.reward={function: score.py, by_source: {arithmetics: score.py}}",),
+        "roles.reward.by_source.arithmetics: no row of the data files has this data_source: did you mean arithmetic?",
+    ),
+    "weights of a source that is not there": (
+        ("roles.reward={function: score.py, weights_by_source: {gsm8k: {model: 0}}}",),
+        "roles.reward.weights_by_source.gsm8k: no row of the data files has this data_source: there are arithmetic",
     ),
     "more updates of nobody": (
         ("ppo.critic_updates=2", "ppo.estimator=rloo", "roles.critic=null"),

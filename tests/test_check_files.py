@@ -144,6 +144,30 @@ def test_reward_functions_are_found_without_importing(project: Project) -> None:
         sys.path.remove(str(project.folder))
 
 
+@pytest.mark.parametrize(
+    ("definition", "problem"),
+    [
+        ("def score(a, b): return 0", "takes (a, b) ("),
+        ("def score(data_source, solution_str, ground_truth): return 0", "unexpected keyword argument 'extra_info'"),
+        ("def score(data_source, solution_str, ground_truth, extra_info, more): return 0", "argument: 'more'"),
+        ("def score(solution_str, /, **more): return 0", "'solution_str'"),
+        ("async def score(**all): return 0", "is async"),
+        ("def score(**all): return 0", ""),
+        ("def score(solution_str, more=1, *, other=None, **rest): return 0", ""),
+        ("def score(data_source, solution_str, ground_truth, extra_info=None, *, sandbox): return 0", ""),
+        ("from functools import cache\n@cache\ndef score(a, b): return 0", ""),
+        ("def score(a): return 0\ndef score(**all): return 0", ""),
+    ],
+)
+def test_arguments_of_reward_functions(project: Project, definition: str, problem: str) -> None:
+    (project.folder / "own.py").write_text(f"raise RuntimeError('imported')\n{definition}\n")
+    errors = project.report("roles.reward.function=own.py:score", "run.dir=runs/a").errors
+    assert len(errors) == bool(problem) and problem in "".join(errors)
+    if problem:
+        wanted = "it must be callable as compute_score(data_source, solution_str, ground_truth, extra_info)"
+        assert errors[0].startswith("roles.reward.function: own.py:score: ") and wanted in errors[0]
+
+
 def test_models_of_their_own(project: Project) -> None:
     write_model(project.folder / "other", vocab_size=90, max_position_embeddings=20, num_key_value_heads=1)
     assert project.report("roles.reference.model=other", "roles.critic.model=other").errors == (

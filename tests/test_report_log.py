@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megappo.report.console import Console, duration, validation_scores
+from megappo.report.parts import seconds_of
 from megappo.report.roles import RoleRow, describe_roles
 from megappo.report.run_log import RunLog, read_log, read_samples
 
@@ -110,6 +111,25 @@ def test_console_validation_and_finish() -> None:
     assert "step  0" not in text and "validation at step 0: sums reward 0.4300" in text
     assert "WARNING: step 20: not a finite number: critic/score/mean" in text
     assert "validation sums reward: 0.4300 -> 0.8000" in text and text.endswith("report: here\n")
+
+
+def test_a_resumed_run_tells_of_its_first_validation() -> None:
+    console, stream = make_console()
+    name = "val-core/sums/acc/mean@1"
+    console.went_before([{"step": 0, "metrics": {name: 0.405}}, {"step": 5, "metrics": {name: 0.685}}])
+    console.step(8, {name: 0.755})
+    console.finish()
+    assert "validation sums acc: 0.4050 -> 0.7550" in stream.getvalue()
+
+
+def test_a_pause_is_no_time_of_the_run() -> None:
+    """A step takes what it says, however long after the one before it was logged."""
+    rows = [
+        {"step": 0, "time": 0.0, "metrics": {"timing_s/testing": 2.0}},
+        {"step": 1, "time": 9000.0, "metrics": {"timing_s/step": 3.0, "timing_s/gen": 1.0}},
+        {"step": 2, "time": 9005.0, "metrics": {"timing_s/step": math.nan, "timing_s/save_checkpoint": 1.0}},
+    ]
+    assert seconds_of(rows) == 6.0
 
 
 def test_console_start_and_colour() -> None:

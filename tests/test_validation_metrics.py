@@ -9,12 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from megappo.metric_names import subset_sizes, wrong_samples
 from megappo.report.validation_metrics import (
     best_of,
     canary_metrics,
     majority,
     pass_at,
-    subset_sizes,
     validation_metrics,
 )
 
@@ -151,3 +151,13 @@ def test_pass_at_k_over_every_choice(samples: int) -> None:
             results = [1] * right + [0] * (samples - right)
             expected = np.mean([max(chosen) for chosen in itertools.combinations(results, k)])
             assert pass_at(np.array([right]), samples, k) == pytest.approx([expected])
+
+
+def test_metrics_of_other_numbers_of_samples() -> None:
+    source = "canary/sums/acc"
+    for name in ("mean@1", "mean@4"):  # the one that a validation of so many samples logs
+        assert wrong_samples(f"{source}/{name}", int(name[-1])) == ""
+    assert wrong_samples(f"{source}/mean@1", 4) == "mean@4"
+    assert wrong_samples(f"{source}/best@3/mean", 6) == "best@2 or best@4 or best@6"
+    assert wrong_samples(f"{source}/pass@2", 1) == "mean@1"
+    assert wrong_samples(f"{source}/std@2", 4) == "std@4"

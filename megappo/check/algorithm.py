@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megappo.check.findings import Advice
+from megappo.check.findings import Advice, under
 from megappo.config import Config, PPOConfig
-from megappo.metric_names import VALIDATION, family, unknown_name
+from megappo.metric_names import VALIDATION, family, unknown_name, wrong_samples
 
 
 def sampling_findings(config: Config) -> Iterator[str]:
@@ -54,7 +54,9 @@ def ppo_findings(config: Config) -> Iterator[str]:
     if ppo.needs_critic and config.roles.critic is not None and ppo.critic_lr is None:
         yield "ppo.critic_lr: missing, but the critic trains: give a learning rate"
     if not ppo.needs_critic and config.roles.critic is not None:
-        yield f"roles.critic: ppo.estimator {ppo.estimator} needs no values: leave it out, or set gae"
+        yield (
+            f"roles.critic: ppo.estimator {ppo.estimator} needs no values: leave it out (roles.critic=null), or set gae"
+        )
     if not ppo.needs_critic and ppo.critic_warmup:
         yield f"ppo.critic_warmup: {ppo.critic_warmup} steps without a critic to train: set 0"
     if ppo.compares_responses and rollout.samples_per_prompt < 2:
@@ -94,6 +96,7 @@ def _guard_findings(config: Config) -> Iterator[str]:
             yield f"{key}.above: {guard.above} is less than below {guard.below}, which leaves nothing: swap them"
         if problem := unknown_name(guard.metric):
             yield f"{key}.metric: {problem}"
+        yield from under(f"{key}.metric", _sample_problem(config, guard.metric))
         kind = family(guard.metric)
         source = {"canary": "canary", "val-core": "validation", "val-aux": "validation"}.get(kind)
         if source and not getattr(config.data, source):
@@ -118,11 +121,19 @@ def best_findings(config: Config) -> Iterator[str]:
             "log has it"
         )
         return
+    yield from under(key, _sample_problem(config, best.metric))
     source = "canary" if kind == "canary" else "validation"
     if not getattr(config.data, source):
         yield f"{key}: {best.metric} is never logged without data.{source}: name files there"
     elif not config.run.validate_every:
         yield Advice(f"{key}: {best.metric} is logged at the end only: set run.validate_every")
+
+
+def _sample_problem(config: Config, metric: str) -> Iterator[str]:
+    """Whether what is said of n samples is said of as many as a validation draws."""
+    samples = config.roles.rollout.validation_samples
+    if right := wrong_samples(metric, samples):
+        yield f"{metric} is never logged, as roles.rollout.validation_samples is {samples}: write {right}"
 
 
 _OF_THE_CRITIC = ("critic/v", "critic/returns", "critic/grad_norm", "critic/lr")

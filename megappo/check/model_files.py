@@ -40,7 +40,12 @@ def weight_problems(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iter
         yield str(error)
         return
     missing = [name for name in shapes if name not in tensors]
-    if missing:
+    if missing == ["score.weight"]:
+        yield (
+            f"{folder}: is a language model, not a reward model: give one with a scalar head "
+            "(AutoModelForSequenceClassification), or train one: megappo reward-train"
+        )
+    elif missing:
         yield f"{folder}: its weights lack {_first(missing)}: give the config.json that the weights belong to"
     for name, shape in shapes.items():
         if tensors.get(name, shape) != shape:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
-from megappo.reward_reference import parse_reference
+from megappo.reward_reference import CALLABLE, parse_reference, signature_problem
 
 
 def reward_problems(function: str) -> Iterator[str]:
@@ -28,14 +30,50 @@ def reward_problems(function: str) -> Iterator[str]:
     if path is None or path.suffix != ".py":  # compiled: its names cannot be read
         return
     try:
-        names = set(_defined(ast.parse(path.read_bytes()).body))
+        body = ast.parse(path.read_bytes()).body
     except (SyntaxError, ValueError, OSError) as error:
         where = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         yield f"{function}: {path}{where} is not valid Python: fix it"
         return
+    names = [*_defined(body)]
     if name not in names and "*" not in names:
-        public = sorted(known for known in names if not known.startswith("_"))
+        public = sorted(known for known in set(names) if not known.startswith("_"))
         yield f"{function}: {path} does not define {name}: it defines {', '.join(public) or 'nothing'}"
+    if names.count(name) == 1 and (problem := _call_problem(body, name)):
+        yield f"{function}: {problem}"
+
+
+def _call_problem(body: list[ast.stmt], name: str) -> str:
+    """Why the function that a module defines under this name cannot be called; empty if it can, or may be able to.
+
+    A decorator may change the arguments, so that nothing is said of a function that has one.
+    """
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    node = next((node for node in body if isinstance(node, kinds) and node.name == name), None)
+    if node is None or node.decorator_list:
+        return ""
+    if isinstance(node, ast.AsyncFunctionDef):
+        return f"is async; {CALLABLE} and return the score (use asyncio.run within)"
+    return signature_problem(_signature(node))
+
+
+def _signature(node: ast.FunctionDef) -> inspect.Signature:
+    """The arguments of a definition, and which of them have defaults, as ``inspect.signature`` has them."""
+    given, kind = node.args, inspect.Parameter
+    places: list[tuple[Any, str]] = [(kind.POSITIONAL_ONLY, each.arg) for each in given.posonlyargs]
+    places += [(kind.POSITIONAL_OR_KEYWORD, each.arg) for each in given.args]
+    required = len(places) - len(given.defaults)
+    found = [
+        kind(argument, place, default=kind.empty if at < required else None)
+        for at, (place, argument) in enumerate(places)
+    ]
+    if given.vararg:
+        found.append(kind(given.vararg.arg, kind.VAR_POSITIONAL))
+    for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        found.append(kind(each.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else None))
+    if given.kwarg:
+        found.append(kind(given.kwarg.arg, kind.VAR_KEYWORD))
+    return inspect.Signature(found)
 
 
 def reward_takes(function: str, argument: str) -> bool:

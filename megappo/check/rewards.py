@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import shutil
 from collections.abc import Iterator
 from dataclasses import fields
@@ -28,9 +29,22 @@ def reward_findings(config: Config) -> Iterator[str]:
         yield from under("roles.reward.function", reward_problems(reward.function))
     for source, function in reward.by_source.items():
         yield from under(f"roles.reward.by_source.{source}", reward_problems(function))
-    for path in (*config.data.train, *config.data.validation, *config.data.canary):
-        for source in sorted(data_sources(Path(path))):
+    files = (*config.data.train, *config.data.validation, *config.data.canary)
+    sources = {path: data_sources(Path(path)) for path in files}
+    for path, present in sources.items():
+        for source in sorted(present):
             yield from _source_findings(reward, source, path)
+    if files and all(sources.values()):  # else a file is an error already
+        yield from _unused_keys(reward, sorted(set().union(*sources.values())))
+
+
+def _unused_keys(reward: RewardConfig, present: list[str]) -> Iterator[str]:
+    """Keys that no row's data source has: spelt otherwise, or for other files."""
+    for key in ("by_source", "weights_by_source"):
+        for source in sorted(set(getattr(reward, key)) - set(present)):
+            close = difflib.get_close_matches(source, present, 1)
+            fix = f"did you mean {close[0]}?" if close else f"there are {', '.join(present)}"
+            yield Advice(f"roles.reward.{key}.{source}: no row of the data files has this data_source: {fix}")
 
 
 def _source_findings(reward: RewardConfig, source: str, path: str) -> Iterator[str]:

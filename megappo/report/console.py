@@ -11,8 +11,8 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import TextIO
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TextIO
 
 from megappo.report.figures import main_scores
 from megappo.report.roles import RoleRow
@@ -87,6 +87,11 @@ class Console:
             for number, (role, pool, devices, layout) in enumerate(table):
                 line = f"  {role:<{widths[0]}}  {pool:<{widths[1]}}  {devices:>{widths[2]}}  {layout}"
                 self._print(self._paint(line, DIM) if number == 0 else line)
+
+    def went_before(self, log: Iterable[Mapping[str, Any]]) -> None:
+        """Take the first validation from the log of the processes before this one, if they had any."""
+        scores = (validation_scores(row["metrics"]) for row in log)
+        self._first_validation = next(filter(None, scores), self._first_validation)
 
     def status(self, text: str) -> None:
         """A phase outside the loop, such as "starting 11 processes", with the time since the start."""

@@ -21,7 +21,7 @@ from megappo.report.charts import number
 from megappo.report.console import duration, validation_scores
 from megappo.report.curves import curves
 from megappo.report.generations import generations
-from megappo.report.parts import Log, nothing, section, values_of
+from megappo.report.parts import Log, nothing, seconds_of, section, values_of
 from megappo.report.roles import describe_roles
 from megappo.report.run_log import read_log, read_samples
 from megappo.report.times import times
@@ -108,7 +108,7 @@ def _facts(log: Log, config: Mapping[str, Any]) -> str:
         text = f"{first:.3f} &rarr; {last:.3f}{change}" if len(points) > 1 else f"{first:.3f}"
         facts.append((f"validation, {html.escape(name)}", text))
     if len(log) > 1:
-        facts.append(("wall time", duration(log[-1]["time"] - log[0]["time"])))
+        facts.append(("wall time", duration(seconds_of(log))))
     step_times = [value for _, value in values_of(log, "timing_s/step") if math.isfinite(value)]
     if step_times:
         facts.append(("a step", f"{number(statistics.median(step_times))} s <small>median</small>"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,3 +37,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def values_of(log: Log, metric: str) -> list[tuple[float, float]]:
     """(step, value) wherever it was logged."""
     return [(row["step"], row["metrics"][metric]) for row in log if metric in row["metrics"]]
+
+
+def seconds_of(log: Log) -> float:
+    """Time in steps, validations and checkpoints: the pauses of a run that was stopped and resumed do not count."""
+    own = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
+    values = (row["metrics"].get(name, 0.0) for row in log for name in own)
+    return math.fsum(filter(math.isfinite, values))

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from megappo.data import batch
+from megappo.metric_names import subset_sizes
 from megappo.report.reward_extras import predictions, reward_extras
 
 Metrics = dict[str, float]
@@ -87,12 +88,6 @@ def _of_samples(values_pn: Floats, votes_pn: npt.NDArray, accuracy: bool) -> Ite
             yield f"maj@{n}/std", float(np.mean([deviation for _, deviation in drawn]))
         if accuracy and np.isin(values_pn, (0.0, 1.0)).all():
             yield f"pass@{n}", float(pass_at(values_pn.sum(axis=1).astype(int), samples, n).mean())
-
-
-def subset_sizes(samples: int) -> list[int]:
-    """2, 4, 8, ... below ``samples``, and ``samples``, which is > 1."""
-    powers = [2**exponent for exponent in range(1, samples.bit_length()) if 2**exponent < samples]
-    return [*powers, samples]
 
 
 def best_of(values_pn: Floats, n: int) -> tuple[Floats, Floats]:

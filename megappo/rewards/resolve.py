@@ -23,13 +23,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megappo.reward_reference import DEFAULT_NAME, parse_reference
+from megappo.reward_reference import CALLABLE, SANDBOX, TOKENS, parse_reference, signature_problem
 from megappo.rewards.open_sandbox import open_sandbox
 
 RewardFunction = Callable[..., Any]
-ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-SANDBOX = "sandbox"  # the argument of functions that run code
-TOKENS = "response_tokens"  # the argument of functions that reward tokens
 
 
 class RewardError(ValueError):
@@ -165,17 +162,12 @@ def _import_failed(reference: str, error: Exception) -> RewardError:
 
 
 def _check_signature(reference: str, function: Any) -> None:
-    wanted = f"it must be callable as {DEFAULT_NAME}({', '.join(ARGUMENTS)})"
     if not callable(function):
-        raise RewardError(f"reward {reference!r}: is {type(function).__name__}, not a function; {wanted}")
+        raise RewardError(f"reward {reference!r}: is {type(function).__name__}, not a function; {CALLABLE}")
     if inspect.iscoroutinefunction(function):
-        raise RewardError(f"reward {reference!r}: is async; {wanted} and return the score (use asyncio.run within)")
-    signature = _signature(function)
-    names = (*ARGUMENTS, *(name for name in (SANDBOX, TOKENS) if name in signature.parameters))
-    try:
-        signature.bind(**dict.fromkeys(names))
-    except TypeError as error:
-        raise RewardError(f"reward {reference!r}: takes {signature} ({error}); {wanted}") from None
+        raise RewardError(f"reward {reference!r}: is async; {CALLABLE} and return the score (use asyncio.run within)")
+    if problem := signature_problem(_signature(function)):
+        raise RewardError(f"reward {reference!r}: {problem}")
 
 
 def _signature(function: RewardFunction) -> inspect.Signature:
