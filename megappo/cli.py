@@ -96,7 +96,7 @@ def _train_on_examples(options: argparse.Namespace) -> int:
 
 
 def _score(options: argparse.Namespace) -> int:
-    config, report = check_file(options.config, options.overrides)
+    config, report = check_file(options.config, options.overrides, scoring=True)
     _print_report(report)
     if config is None or report.errors:
         return BAD_INPUT

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from megappo.cluster.dataflow import batch_of
 from megappo.cluster.scoring import ScoringCluster
-from megappo.config import Config
+from megappo.config import Config, RewardConfig
 from megappo.data import batch as rows_of
 from megappo.data.answers import load_answers
 from megappo.data.prompts import DataError
@@ -54,6 +54,9 @@ def score(config: Config, data: str, out: str, options: Options, say: Callable[[
     """
     from transformers import AutoTokenizer
 
+    _check_files(data, options)
+    for role in (name for name in LOGPROBS if name in config.roles.megatron):
+        say(f"{role}: {config.model_folder(role)}")
     tokenizer = AutoTokenizer.from_pretrained(config.model_folder("actor"))
     longest = _longest(config)
     answers = load_answers(data, options.column, tokenizer, longest=longest)
@@ -68,6 +71,9 @@ def score(config: Config, data: str, out: str, options: Options, say: Callable[[
         raise DataError(f"{out}: there is no folder {folder}: make it, or choose another")
     sources = sorted(set(answers.column("data_source").to_pylist()))
     check_covered(sources, config.roles.reward)
+    for path, given in ((data, answers), (options.against or data, others)):
+        if given is not None:
+            check_truths(path, given, config.roles.reward)
     with ScoringCluster(config, sources, say) as cluster:
         scored = _scored(config, cluster, answers)
         beaten = None if others is None else _rewards(cluster, others)
@@ -125,6 +131,31 @@ def _rewards(cluster: ScoringCluster, answers: pa.Table) -> pa.Table:
     batch = batch_of(answers)
     (scores,) = cluster.calls.gather(cluster.reward.score(batch))
     return batch.with_columns(scores).read("score", "failed")
+
+
+def check_truths(path: str, answers: pa.Table, reward: RewardConfig) -> None:
+    """Whether the rules that compare with an answer have one; functions of the user's own may need none.
+
+    Raises:
+        DataError: they do not.
+    """
+    pairs = zip(answers.column("data_source").to_pylist(), answers.column("ground_truth").to_pylist(), strict=True)
+    bare = sorted({source for source, truth in pairs if not truth and reward.weights_of(source).function})
+    for source in bare:
+        function = reward.by_source.get(source, reward.function) or ""
+        if function.startswith("megappo.rewards."):
+            raise DataError(
+                f"{path}: has no reward_model.ground_truth for data_source {source!r}, which {function} compares with: "
+                "add it, or give a configuration with a reward model alone"
+            )
+
+
+def _check_files(data: str, options: Options) -> None:
+    """Whether what is to be scored is there, by the names that the command line has for it."""
+    for word, path in (("DATA", data), ("--against", options.against)):
+        if path is not None and not Path(path).is_file():
+            what = "is a folder" if Path(path).is_dir() else "no such file"
+            raise DataError(f"{word}: {path}: {what}: give a parquet file of prompts and responses")
 
 
 def _longest(config: Config) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from small_project import Project, make_project, write_model
 
-from megappo.check import Report
+from megappo.check import Report, check_file
 from megappo.config import dump_config, load_config
 
 
@@ -40,6 +40,15 @@ def test_resuming(project: Project) -> None:
     assert project.report("run.steps=5").warnings == (
         "run.steps: 5 steps are done, as run has a checkpoint of step 5: raise run.steps, or choose another run.dir",
     )
+
+
+def test_scoring_is_none_of_the_run_s_business(project: Project) -> None:
+    """The trained actor may be scored by the configuration that its run had."""
+    _begin_run(project, step=10)
+    write_model(project.folder / "trained")
+    overrides = ("roles.actor.model=trained",)
+    assert len(project.report(*overrides).errors) == len(project.report(*overrides).warnings) == 1
+    assert check_file("config.yaml", overrides, scoring=True)[1] == Report()
 
 
 def test_resuming_with_another_model(project: Project) -> None:

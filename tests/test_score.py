@@ -14,12 +14,13 @@ from small_run import CONFIG, Command, make_run_folder, make_tiny_model
 from test_reward_model import make_scorer, scores_of
 from test_without_critic import set_sections
 
+from megappo.config import RewardConfig, RewardWeights, load_config
 from megappo.data import batch
 from megappo.data.answers import load_answers
 from megappo.data.prompts import DataError
 from megappo.data.replay import load_replay
 from megappo.data.sequences import joined
-from megappo.score import win_values
+from megappo.score import Options, check_truths, score, win_values
 
 pytestmark = pytest.mark.runs
 
@@ -98,6 +99,22 @@ def test_answers(tmp_path: Path) -> None:
     empty = write(tmp_path / "b.parquet", [{"prompt": "1+2=", "response": ""}])
     with pytest.raises(DataError, match=r"b.parquet, row 0 \(counting from 0\): response is empty: remove the row"):
         load_answers(empty, "response", tokenizer, longest=9)
+
+
+def test_rules_need_answers_to_compare_with() -> None:
+    pairs = pa.table({"data_source": ["pairs", "sums"], "ground_truth": ["", "3"]})
+    check_truths("a", pairs, RewardConfig(function="own.py", by_source={"sums": "megappo.rewards.math"}))
+    check_truths("a", pairs, RewardConfig(function="megappo.rewards.math", weights=RewardWeights(function=0.0)))
+    with pytest.raises(DataError, match=r"^a: has no reward_model.ground_truth for data_source 'pairs', which megappo"):
+        check_truths("a", pairs, RewardConfig(function="megappo.rewards.math"))
+
+
+def test_files_to_score_that_are_not_there(tmp_path: Path) -> None:
+    config = load_config(Path(__file__).parents[1] / "configs/quickstart.yaml")
+    here = write(tmp_path / "a.parquet", PAIRS)
+    for data, against, message in ((tmp_path / "b", None, "DATA: .*b: no such file"), (here, tmp_path, "--against: ")):
+        with pytest.raises(DataError, match=f"^{message}"):
+            score(config, str(data), "out", Options(against=against and str(against)), print)
 
 
 REPLAY = {

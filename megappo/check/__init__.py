@@ -28,7 +28,12 @@ class Report:
 
 
 def check_file(
-    path: str | Path, overrides: Sequence[str] = (), *, planning: bool = False, elsewhere: bool = False
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    planning: bool = False,
+    elsewhere: bool = False,
+    scoring: bool = False,
 ) -> tuple[Config | None, Report]:
     """Load and check a configuration file, so that mistakes in the file and in what it names come out together.
 
@@ -37,18 +42,22 @@ def check_file(
     Args:
         planning: files that a run needs may be missing (weights, tokenizer, data, rewards), which is a warning then.
         elsewhere: the run will be on machines with files of their own: so may whole model folders.
+        scoring: nothing trains, so that it does not matter what is in the run folder.
     """
     try:
         config = load_config(path, overrides)
     except ConfigError as error:
-        rest = check(error.partial, planning=planning, elsewhere=elsewhere) if error.partial else Report()
+        rest = Report()
+        if error.partial:
+            rest = check(error.partial, planning=planning, elsewhere=elsewhere, scoring=scoring)
         return None, Report((*error.problems, *error.news(rest.errors)), error.news(rest.warnings))
-    return config, check(config, planning=planning, elsewhere=elsewhere)
+    return config, check(config, planning=planning, elsewhere=elsewhere, scoring=scoring)
 
 
-def check(config: Config, *, planning: bool = False, elsewhere: bool = False) -> Report:
+def check(config: Config, *, planning: bool = False, elsewhere: bool = False, scoring: bool = False) -> Report:
     """Check a configuration against itself, its model folders, its files and its run folder."""
-    findings = list(_findings(config))
+    findings = [] if scoring else list(on_files(run_findings(config)))
+    findings += _findings(config)
     mild: tuple[type[str], ...] = (Advice, Lacking) if planning or elsewhere else (Advice,)
     if not planning and all(isinstance(line, mild) for line in findings):
         findings += fit_findings(config)
@@ -60,7 +69,6 @@ def check(config: Config, *, planning: bool = False, elsewhere: bool = False) ->
 
 def _findings(config: Config) -> Iterator[str]:
     specs: dict[str, ModelSpec] = {}
-    yield from on_files(run_findings(config))
     yield from model_findings(config, specs)
     yield from on_files(end_of_text_findings(config, specs))
     yield from on_files(data_findings(config))

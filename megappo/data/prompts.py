@@ -129,7 +129,7 @@ def read_rows(
         DataError: a file that is missing or no parquet file, or lacks a required column.
     """
     if not path.exists():
-        raise DataError(f"{path}: no such file; check data.train, data.validation and data.canary")
+        raise DataError(f"{path}: no such file; give the path of a parquet file")
     if path.is_dir():
         raise DataError(f"{path}: is a folder; name the parquet files in it")
     try:
