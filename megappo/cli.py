@@ -12,7 +12,7 @@ from pathlib import Path
 from megappo import __version__
 from megappo.check import Report, check_file
 from megappo.check.supervised import check_supervised_file
-from megappo.config import Config, SupervisedConfig, describe_config
+from megappo.config import Config, MegatronRoleConfig, SupervisedConfig, describe_config
 from megappo.config.run import is_url
 from megappo.data.published import INSTRUCTIONS
 from megappo.doctor.command import add_doctor
@@ -52,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     if options.task != "train":
-        return BAD_INPUT if _supervised_config(options) is None else 0
+        given = _supervised_config(options)
+        if given is not None:
+            print(supervised_table(given))
+        return BAD_INPUT if given is None else 0
     config, report = check_file(options.config, options.overrides)
     _print_report(report)
     if config is None or report.errors:
@@ -127,7 +130,10 @@ def _report(options: argparse.Namespace) -> int:
         return _refuse(f"{options.run_dir}: has no log.jsonl: give the folder of a run (run.dir)")
     from megappo.report.html import write_report
 
-    print(write_report(folder))
+    try:
+        print(write_report(folder))
+    except ValueError as error:  # a broken line of the log
+        return _refuse(str(error))
     return 0
 
 
@@ -201,16 +207,28 @@ def _config(options: argparse.Namespace) -> int:
 
 def layout_table(config: Config) -> str:
     """What would run: a line for each role with its pool, devices, parallel sizes and model."""
-    rows: list[tuple[str, ...]] = [("role", "pool", "devices", "tp", "pp", "dp", "model")]
-    for name, role in config.roles.megatron.items():
-        devices = config.pools[role.pool].devices
-        stages = f"{role.pp} x {role.vpp} chunks" if role.vpp > 1 else role.pp
-        sizes = (devices, role.tp, stages, devices // (role.tp * role.pp))
-        rows.append((name, role.pool, *map(str, sizes), config.model_folder(name)))
+    rows = [
+        _row(name, role, config.pools[role.pool].devices, config.model_folder(name))
+        for name, role in config.roles.megatron.items()
+    ]
     rollout = config.roles.rollout
     devices = config.pools[rollout.pool].devices
     sizes = (devices, rollout.tp, 1, devices // rollout.tp)
-    rows.append(("rollout", rollout.pool, *map(str, sizes), config.model_folder("actor")))
+    return _table([*rows, ("rollout", rollout.pool, *map(str, sizes), config.model_folder("actor"))])
+
+
+def supervised_table(config: SupervisedConfig) -> str:
+    """The same of a reward model's or a supervised training."""
+    return _table([_row("role", config.role, config.pools[config.role.pool].devices, config.model_folder)])
+
+
+def _row(name: str, role: MegatronRoleConfig, devices: int, model: str) -> tuple[str, ...]:
+    stages = f"{role.pp} x {role.vpp} chunks" if role.vpp > 1 else role.pp
+    return (name, role.pool, *map(str, (devices, role.tp, stages, devices // (role.tp * role.pp))), model)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    rows = [("role", "pool", "devices", "tp", "pp", "dp", "model"), *rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 

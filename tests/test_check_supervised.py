@@ -72,8 +72,17 @@ def test_mistakes_come_out_together(folder: Path) -> None:
 
 def test_columns_are_the_tasks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "config.yaml", "--for", "reward-train"]) == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split() == ["role", "pool", "devices", "tp", "pp", "dp", "model"]
+    assert row.split() == ["role", "train", "4", "2", "1", "2", str(folder / "model")]
     assert main(["check", "config.yaml", "--for", "sft"]) == 2
     assert "data.train: pairs.parquet: has no column response" in capsys.readouterr().err
+
+
+def test_a_configuration_of_train_is_one_error(folder: Path) -> None:
+    (folder / "ppo.yaml").write_text("run: {dir: run}\nroles: {}\nppo: {}\n")
+    _, errors, _ = check_supervised_file("ppo.yaml", (), "sft")
+    assert errors == ("ppo.yaml: this is a configuration of train: megappo check ppo.yaml",)
 
 
 def test_resuming_with_other_data(folder: Path) -> None:

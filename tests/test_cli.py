@@ -137,6 +137,25 @@ def test_command_report_of_no_run(project: Project, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == "error: run: has no log.jsonl: give the folder of a run (run.dir)\n"
 
 
+def test_command_report_of_a_broken_log(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    (project.folder / "run").mkdir()
+    (project.folder / "run/log.jsonl").write_text("{}x\n")
+    assert main(["report", "run"]) == 2
+    assert capsys.readouterr().err.startswith("error: run/log.jsonl:1: not a JSON object (")
+
+
+@pytest.mark.parametrize("word", [["check"], ["train"], ["plan"], ["launch", "slurm"]], ids=" ".join)
+def test_a_configuration_of_another_command_is_one_error(
+    project: Project, capsys: pytest.CaptureFixture[str], word: list[str]
+) -> None:
+    (project.folder / "reward.yaml").write_text("run: {dir: r}\nmodel: m\nrole: {pool: train}\nlr: 1e-5\n")
+    assert main([*word, "reward.yaml"]) == 2
+    assert capsys.readouterr().err == (
+        "error: reward.yaml: this is a configuration of reward-train or sft: megappo check reward.yaml --for "
+        "reward-train (or sft)\n"
+    )
+
+
 def test_the_readmes_example_is_what_the_command_prints(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parent.parent
     text = (root / "README.md").read_text()

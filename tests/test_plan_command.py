@@ -175,6 +175,44 @@ def test_what_does_not_fit(one: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main([*command, "roles.actor.recompute=full", "roles.critic.recompute=full"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--devices", "4"], "--devices 4: is for a search: give --search too"),
+        (["--write", "best.yaml"], "--write best.yaml: is for a search"),
+        (["--search", "--out", "step.html"], "--out step.html: a search draws no timeline"),
+        (["--out", "step.pdf"], "--out step.pdf: is neither .html nor .svg"),
+        (["--prompt", "129"], "--prompt 129: give more than 0, and at most data.max_prompt, 128"),
+        (["--response", "0"], "--response 0: give more than 0, and at most data.max_response, 256"),
+        (["--out", "file/step.html"], "--out: file/step.html cannot be written ("),
+        (
+            [
+                "--search",
+                "--devices",
+                "1",
+                "ppo.staleness=1",
+                "pools.serve={devices_per_node: 1}",
+                "roles.rollout.pool=serve",
+            ],
+            "ppo.staleness: 1 needs engines in a pool of their own: give --devices of at least 2, or ppo.staleness=0",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value[:3]),
+)
+def test_options_that_nothing_would_come_of(
+    one: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    (one / "file").touch()
+    assert main(["plan", "config.yaml", *options]) == 2
+    assert f"error: {message}" in capsys.readouterr().err
+
+
+def test_files_of_a_plan_may_be_in_new_folders(one: Path) -> None:
+    assert main(["plan", "config.yaml", "--out", "plots/a/step.svg"]) == 0
+    assert main(["plan", "config.yaml", "--search", "--write", "layouts/best.yaml"]) == 0
+    assert Path("plots/a/step.svg").read_text().startswith("<svg") and Path("layouts/best.yaml").is_file()
+
+
 def test_the_configuration_names_a_device(one: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "config.yaml", "run.device_profile=H100", "roles.rollout.memory_fraction=0.2"]) in (0, 2)
     assert capsys.readouterr().out.startswith("1 x H100: 79.1 GiB")

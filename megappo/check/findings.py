@@ -28,6 +28,11 @@ def under(prefix: str, lines: Iterator[str] | Sequence[str], joint: str = ": ") 
     return (f"{prefix}{joint}{line}" for line in lines)
 
 
+def done(steps: int) -> str:
+    """How far a run is, in words."""
+    return f"{steps} steps are done" if steps != 1 else "1 step is done"
+
+
 def shown(value: object) -> str:
     """A value as a user would write it."""
     if is_dataclass(value) and not isinstance(value, type):

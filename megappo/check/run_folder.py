@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from megappo.check.findings import Advice, shown, under
+from megappo.check.findings import Advice, done, shown, under
 from megappo.check.remote_folder import remote_folder_findings
 from megappo.config import Config, ConfigError, RunConfig, load_config
 
@@ -64,7 +64,7 @@ def run_findings(config: Config) -> Iterator[str]:
         )
     if steps[-1] >= run.steps:
         yield Advice(
-            f"run.steps: {run.steps} steps are done, as {folder} has a checkpoint of step {steps[-1]}: "
+            f"run.steps: {done(run.steps)}, as {folder} has a checkpoint of step {steps[-1]}: "
             "raise run.steps, or choose another run.dir"
         )
 

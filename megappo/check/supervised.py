@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megappo.check.findings import Advice, shown, under
+from megappo.check.findings import Advice, done, shown, under
 from megappo.check.lora import lora_findings
 from megappo.check.megatron import eight_bit_findings, size_findings
 from megappo.check.memory import training_fit_findings
@@ -143,4 +143,4 @@ def supervised_folder_findings(config: SupervisedConfig) -> Iterator[str]:
             "choose another run.dir"
         )
     if steps[-1] >= run.steps:
-        yield Advice(f"run.steps: {run.steps} steps are done in {folder}: raise run.steps, or choose another run.dir")
+        yield Advice(f"run.steps: {done(run.steps)} in {folder}: raise run.steps, or choose another run.dir")

@@ -74,6 +74,8 @@ def read_config(schema: type[Schema], path: str | Path, overrides: Sequence[str]
     raw = _read(path, problems)
     if not isinstance(raw, dict):
         raise ConfigError(problems or [f"{path}: holds no mapping: give sections {', '.join(fields_of(sections))}"])
+    if other := _other_kind(sections, path, raw):
+        raise ConfigError([other])
     for text in overrides:
         _override(raw, text, problems)
     reader = Reader()
@@ -103,6 +105,19 @@ def _describe(cls: Any, prefix: str) -> Iterator[tuple[str, str, str, str]]:
         default = item.default_factory() if item.default_factory is not MISSING else item.default
         shown = "required" if default is MISSING else dump(to_plain(default)).removesuffix("...\n").strip()
         yield f"{prefix}{name}", expected(hint, item.metadata["range"]), shown, item.metadata["help"]
+
+
+def _other_kind(schema: Any, path: str | Path, raw: Mapping[str, Any]) -> str:
+    """What to do with a configuration of another command, whose keys would all look wrong; empty if it is none."""
+    keys = fields_of(schema).keys()
+    of_train, of_examples = not raw.keys().isdisjoint(("roles", "ppo")), "role" in raw
+    if of_examples and not of_train and "roles" in keys:
+        return (
+            f"{path}: this is a configuration of reward-train or sft: megappo check {path} --for reward-train (or sft)"
+        )
+    if of_train and not of_examples and "role" in keys:
+        return f"{path}: this is a configuration of train: megappo check {path}"
+    return ""
 
 
 def _read(path: str | Path, problems: list[str]) -> Any:

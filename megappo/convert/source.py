@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megappo.checkpoints import Checkpoints
+from megappo.checkpoints import Checkpoints, step_of
 from megappo.config import ConfigError, load_config, load_supervised
 from megappo.models.spec import ModelError
 
@@ -47,6 +47,10 @@ def find_source(path: Path, role: str | None, model: Path | None) -> Source:
         ModelError: nothing that we can convert, saying what it is instead.
     """
     if not path.is_dir():
+        others = Checkpoints(path.parent, keep=1).complete() if step_of(path.name) is not None else []
+        if others:
+            there = ", ".join(f"step_{step}" for step in others)
+            raise ModelError([f"{path}: is not there (old ones go, see run.keep_checkpoints): there are {there}"])
         raise ModelError([f"{path}: no such folder: give a Hugging Face folder, a Megatron checkpoint or a run"])
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
         return Source("hf", path, path)

@@ -43,6 +43,7 @@ def verify(folder: Path, checkpoint: Path, *, to_hf: bool, processes: int, bucke
     if weights > SMALL:
         return f"{words} ({weights / 1e9:.1f}e9 weights are too many to run the model on both sides)"
     warnings.filterwarnings("ignore", module="megatron")  # it warns of what is not installed, and is not needed here
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # of what Megatron calls in it
     from megappo.convert.outputs import largest_difference
 
     difference, tolerance = largest_difference(folder, checkpoint, scalar_head=sides.scalar_head)

@@ -13,6 +13,7 @@ from megappo.layout.timeline import STEP, busy_share
 from megappo.plan import text
 from megappo.plan.estimate import Estimate, Workload, estimate
 from megappo.plan.memory import fit_problems, peaks
+from megappo.plan.output import write_output
 from megappo.plan.search import Found, SearchError, search
 from megappo.plan.sync import rough_sync, weight_sync
 
@@ -50,7 +51,7 @@ def search_command(
         show("\n".join(_lines(number, found, best, device)) + "\n")
     show("\n".join(_yours(config, device, work, total, best)))
     if write:
-        Path(write).write_text(dump_config(best.config), encoding="utf-8")
+        write_output("--write", Path(write), dump_config(best.config))
         show(f"written: {write}")
 
 
@@ -107,8 +108,8 @@ def _reason(found: Found, best: Found) -> str:
 def _yours(config: Config, device: DeviceProfile, work: Workload, total: int, best: Found) -> Iterator[str]:
     own = sum(pool.devices for pool in config.pools.values())
     if fit_problems(config, device):
-        yield f"the configuration as it is, on {own} devices, does not fit"
+        yield f"the configuration as it is, on {text.count(own, 'device')}, does not fit"
         return
     step = estimate(config, device, work, rough_sync(config, device))
     change = f"{step.seconds / best.estimate.seconds:.2f} times the best" if own == total else "on other devices"
-    yield f"the configuration as it is, on {own} devices: {text.seconds(step.seconds)} s a step, {change}"
+    yield f"the configuration as it is, on {text.count(own, 'device')}: {text.seconds(step.seconds)} s a step, {change}"

@@ -12,6 +12,7 @@ from megappo.plan import text
 from megappo.plan.estimate import Workload, estimate, full_workload, on_nodes
 from megappo.plan.limits import call_problems
 from megappo.plan.memory import fit_problems
+from megappo.plan.output import OptionError
 from megappo.plan.picture import write_picture
 from megappo.plan.profile import load_profile
 from megappo.plan.sync import sync_lines, weight_sync
@@ -56,10 +57,13 @@ def plan(config: Config, options: Options, show: Callable[[str], None]) -> None:
     """Print the plan of a configuration, or search.
 
     Raises:
+        OptionError: options that would have no effect, or whose files cannot be written.
         ProfileError: no such device.
         DoesNotFit: naming who needs how much.
         SearchError: no layout fits.
     """
+    if found := tuple(option_problems(config, options)):
+        raise OptionError(*found)
     device = on_nodes(config, load_profile(options.device))
     work = workload(config, options)
     if options.search:
@@ -86,6 +90,23 @@ def plan(config: Config, options: Options, show: Callable[[str], None]) -> None:
         show(str(write_picture(Path(options.out), found, list(config.pools))))
 
 
+def option_problems(config: Config, options: Options) -> Iterator[str]:
+    """Options that nothing would come of, one line each, with its fix."""
+    if not options.search:
+        for name in ("devices", "write"):
+            if (value := getattr(options, name)) is not None:
+                yield f"--{name} {value}: is for a search: give --search too, or leave it out"
+    if options.out is not None:
+        if options.search:
+            yield f"--out {options.out}: a search draws no timeline: --write the best, and plan that with --out"
+        elif Path(options.out).suffix not in (".html", ".svg"):
+            yield f"--out {options.out}: is neither .html nor .svg: give a name that ends in one of them"
+    for name, most in (("prompt", config.data.max_prompt), ("response", config.data.max_response)):
+        value = getattr(options, name)
+        if value is not None and not 0 < value <= most:
+            yield f"--{name} {value:g}: give more than 0, and at most data.max_{name}, {most}"
+
+
 def notes(config: Config) -> Iterator[str]:
     """What of the configuration was not reckoned with."""
     if config.run.device == "cpu":
@@ -99,8 +120,8 @@ def notes(config: Config) -> Iterator[str]:
 def workload(config: Config, options: Options) -> Workload:
     """A step's responses, of the lengths that are asked for."""
     full = full_workload(config)
-    prompt = full.prompt if options.prompt is None else min(options.prompt, full.prompt)
-    response = full.response if options.response is None else min(options.response, full.response)
+    prompt = full.prompt if options.prompt is None else options.prompt
+    response = full.response if options.response is None else options.response
     return Workload(full.sequences, prompt, response, full.longest)
 
 

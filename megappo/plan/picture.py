@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megappo.plan.estimate import Estimate
+from megappo.plan.output import write_output
 from megappo.plan.text import NAMES, seconds
 
 COLORS = {
@@ -31,7 +32,7 @@ def write_picture(path: Path, estimate: Estimate, pools: Sequence[str]) -> Path:
     svg = timeline_svg(estimate, pools)
     if path.suffix == ".html":
         svg = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>megappo plan</title>{svg}</html>\n'
-    path.write_text(svg, encoding="utf-8")
+    write_output("--out", path, svg)
     return path
 
 

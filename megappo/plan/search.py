@@ -63,8 +63,13 @@ def search(config: Config, device: DeviceProfile, work: Workload, devices: int, 
         per_node: devices of a node.
 
     Raises:
-        SearchError: the devices do not fill nodes, or nothing fits; it says what is closest.
+        SearchError: the devices do not fill nodes, or cannot be dealt out, or nothing fits; it says what is closest.
     """
+    if config.ppo.staleness and devices < 2:
+        raise SearchError(
+            f"ppo.staleness: {config.ppo.staleness} needs engines in a pool of their own: give --devices of at least "
+            "2, or ppo.staleness=0"
+        )
     if devices > per_node and devices % per_node:
         low = devices - devices % per_node
         raise SearchError(f"--devices {devices}: does not fill nodes of {per_node}: give {low} or {low + per_node}")
