@@ -62,8 +62,8 @@ def plan(config: Config, options: Options, show: Callable[[str], None]) -> None:
         DoesNotFit: naming who needs how much.
         SearchError: no layout fits.
     """
-    if found := tuple(option_problems(config, options)):
-        raise OptionError(*found)
+    if wrong := tuple(option_problems(config, options)):
+        raise OptionError(*wrong)
     device = on_nodes(config, load_profile(options.device))
     work = workload(config, options)
     if options.search:
