@@ -7,6 +7,7 @@ from pathlib import Path
 from megappo.cluster.dataflow import batch_of
 from megappo.collect import Collected
 from megappo.config import Config
+from megappo.data.given import limits_of
 from megappo.data.order import PromptOrder
 from megappo.data.replay import load_replay
 
@@ -26,7 +27,7 @@ class Replayer:
         Raises:
             DataError: the file cannot be used.
         """
-        rows = load_replay(self.config.data.replay[step])
+        rows = load_replay(self.config.data.replay[step], limits_of(self.config))
         scored = "score" in rows.column_names
         return Collected(batch_of(rows), position + self.config.data.prompts_per_step, scored)
 

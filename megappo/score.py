@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,8 +18,8 @@ from megappo.cluster.scoring import ScoringCluster
 from megappo.config import Config, RewardConfig
 from megappo.data import batch as rows_of
 from megappo.data.answers import load_answers
+from megappo.data.given import limits_of
 from megappo.data.prompts import DataError
-from megappo.models.spec import read_model_spec
 from megappo.rewards.mix import PARTS, check_covered
 
 
@@ -58,31 +59,27 @@ def score(config: Config, data: str, out: str, options: Options, say: Callable[[
     for role in (name for name in LOGPROBS if name in config.roles.megatron):
         say(f"{role}: {config.model_folder(role)}")
     tokenizer = AutoTokenizer.from_pretrained(config.model_folder("actor"))
-    longest = _longest(config)
-    answers = load_answers(data, options.column, tokenizer, longest=longest)
+    limits = limits_of(config)
+    answers = load_answers(data, options.column, tokenizer, limits=limits)
     others = None
     if options.against is not None or options.against_column is not None:
         others = load_answers(
-            options.against or data, options.against_column or options.column, tokenizer, longest=longest
+            options.against or data, options.against_column or options.column, tokenizer, limits=limits
         )
         _check_same_prompts(data, answers, options.against or data, others)
-    folder = Path(out).absolute().parent
-    if not folder.is_dir():
-        raise DataError(f"{out}: there is no folder {folder}: make it, or choose another")
     sources = sorted(set(answers.column("data_source").to_pylist()))
     check_covered(sources, config.roles.reward)
     for path, given in ((data, answers), (options.against or data, others)):
         if given is not None:
             check_truths(path, given, config.roles.reward)
-    with ScoringCluster(config, sources, say) as cluster:
-        scored = _scored(config, cluster, answers)
-        beaten = None if others is None else _rewards(cluster, others)
-    if beaten is not None:
-        wins = win_values(rows_of.column(scored, "score"), rows_of.column(beaten, "score"))
-        scored = scored.append_column("against_score", beaten.column("score")).append_column("win", pa.array(wins))
-    partial = Path(f"{out}.partial")
-    pq.write_table(scored, partial)
-    os.replace(partial, out)
+    with writing(out) as file:
+        with ScoringCluster(config, sources, say) as cluster:
+            scored = _scored(config, cluster, answers)
+            beaten = None if others is None else _rewards(cluster, others)
+        if beaten is not None:
+            wins = win_values(rows_of.column(scored, "score"), rows_of.column(beaten, "score"))
+            scored = scored.append_column("against_score", beaten.column("score")).append_column("win", pa.array(wins))
+        pq.write_table(scored, file)
     for line in summary(scored):
         say(line)
     say(f"{out}: {scored.num_rows:,} rows")
@@ -112,6 +109,31 @@ def summary(scored: pa.Table) -> Iterator[str]:
         text = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
         failures = f", {failed[here].sum()} failed" if failed[here].any() else ""
         yield f"{source}: {here.sum():,} responses, {text}{failures}"
+
+
+@contextmanager
+def writing(out: str) -> Iterator[IO[bytes]]:
+    """A file that gets its name once it is whole. It is opened here, so that scoring does not begin for nothing.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    path, partial = Path(out), Path(f"{out}.partial")
+    if not (folder := path.absolute().parent).is_dir():
+        raise DataError(f"{out}: there is no folder {folder}: make it, or choose another")
+    if path.exists() and not path.is_file():
+        raise DataError(f"{out}: is {'a folder' if path.is_dir() else 'no file'}: name a parquet file to write")
+    try:
+        file = partial.open("wb")
+    except OSError as error:
+        raise DataError(f"{out}: cannot be written ({error.strerror}): choose another place") from None
+    try:
+        with file:
+            yield file
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _scored(config: Config, cluster: ScoringCluster, answers: pa.Table) -> pa.Table:
@@ -156,13 +178,6 @@ def _check_files(data: str, options: Options) -> None:
         if path is not None and not Path(path).is_file():
             what = "is a folder" if Path(path).is_dir() else "no such file"
             raise DataError(f"{word}: {path}: {what}: give a parquet file of prompts and responses")
-
-
-def _longest(config: Config) -> int:
-    """Tokens of the longest sequence that all roles take."""
-    roles = config.roles.megatron
-    positions = [read_model_spec(config.model_folder(name)).max_positions for name in roles]
-    return min(*positions, *(role.micro_batch_tokens for role in roles.values()))
 
 
 def _check_same_prompts(path: str, answers: pa.Table, other_path: str, others: pa.Table) -> None:

@@ -82,6 +82,22 @@ def write_prompts(path: Path, rows: int = 20, drop: str = "", **changes: Any) ->
     pq.write_table(table.slice(0, rows), path)
 
 
+REPLAY: dict[str, Any] = {
+    "id": 1,
+    "prompt_index": 0,
+    "data_source": "sums",
+    "ground_truth": "3",
+    "prompt_text": "1+2=",
+    "extra_info": "{}",
+    "prompt_ids": [3, 4],
+    "response_ids": [5, 6],
+    "rollout_logprobs": [-1.0, -2.0],
+    "finish_reason": "stop",
+    "values": [0.0, 0.0],
+}
+"""A row of a batch that steps can train on."""
+
+
 @dataclass
 class Project:
     """A folder with everything that a good configuration names; the working folder while a test runs."""

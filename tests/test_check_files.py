@@ -8,8 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from small_project import MODEL, Project, make_project, write_model, write_prompts, write_safetensors
+from small_project import MODEL, REPLAY, Project, make_project, write_model, write_prompts, write_safetensors
 
 from megappo.check import Report, check_file
 from megappo.models.spec import read_model_spec
@@ -124,6 +126,25 @@ def test_good_variants(project: Project) -> None:
     # In three stages the 4 layers are uneven; 5 responses divide nothing.
     project.edit("{pool: value, pp: 2}", "{pool: train, tp: 4}")
     assert project.report("pools.value.devices_per_node=6", "roles.reference.pp=3", "ppo.mini_batch=5") == Report()
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{**REPLAY, "response_ids": [5, 100]}], ", row 0 (counting from 0): token 100 of the response is not in the"),
+        ([{**REPLAY, "prompt_ids": [5] * 63}], ", row 0 (counting from 0): 65 tokens are more than the 64 that every"),
+        ([REPLAY, REPLAY], ", row 1 (counting from 0): repeats an id, 1: number the rows anew"),
+        ([{"prompt": "1+2="}], ": has no column id, prompt_index, data_source, ground_truth, prompt_text, prompt_ids,"),
+        ([], ": no such file: give a rollouts/step_N.parquet, or what megappo score wrote"),
+    ],
+)
+def test_every_replay_is_read(project: Project, rows: list[dict[str, object]], message: str) -> None:
+    pq.write_table(pa.Table.from_pylist([REPLAY]), "good.parquet")
+    if rows:
+        pq.write_table(pa.Table.from_pylist(rows), "bad.parquet")
+    assert project.report("run.steps=1", "data.replay=good.parquet") == Report()
+    (error,) = project.report("run.steps=2", "data.replay=[good.parquet, bad.parquet]").errors
+    assert error.startswith(f"data.replay: bad.parquet{message}")
 
 
 def test_reward_functions_are_found_without_importing(project: Project) -> None:

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from small_project import REPLAY
 from small_run import CONFIG, Command, make_run_folder, make_tiny_model
 from test_reward_model import make_scorer, scores_of
 from test_without_critic import set_sections
@@ -17,10 +18,11 @@ from test_without_critic import set_sections
 from megappo.config import RewardConfig, RewardWeights, load_config
 from megappo.data import batch
 from megappo.data.answers import load_answers
+from megappo.data.given import Limits
 from megappo.data.prompts import DataError
 from megappo.data.replay import load_replay
 from megappo.data.sequences import joined
-from megappo.score import Options, check_truths, score, win_values
+from megappo.score import Options, check_truths, score, win_values, writing
 
 pytestmark = pytest.mark.runs
 
@@ -87,18 +89,18 @@ def test_answers(tmp_path: Path) -> None:
         {"prompt": "2+2=", "response": "4", "reward_model": {"ground_truth": "4"}, "extra_info": {"index": 6}},
     ]
     path = write(tmp_path / "a.parquet", rows)
-    answers = load_answers(path, "response", tokenizer, longest=9)
+    answers = load_answers(path, "response", tokenizer, limits=Limits(51, 9))
     assert batch.column(answers, "prompt_index").tolist() == [0, 0, 1]
     assert answers.column("ground_truth").to_pylist() == ["3", "3", "4"]
     pq.write_table(answers, tmp_path / "dumped.parquet")
-    assert load_answers(tmp_path / "dumped.parquet", "response", tokenizer, longest=9) == answers
+    assert load_answers(tmp_path / "dumped.parquet", "response", tokenizer, limits=Limits(51, 9)) == answers
     with pytest.raises(DataError, match=r"row 0 \(counting from 0\): 6 tokens are more than the 5"):
-        load_answers(path, "response", tokenizer, longest=5)
+        load_answers(path, "response", tokenizer, limits=Limits(51, 5))
     with pytest.raises(DataError, match="missing column answer; it has prompt, response"):
-        load_answers(path, "answer", tokenizer, longest=9)
+        load_answers(path, "answer", tokenizer, limits=Limits(51, 9))
     empty = write(tmp_path / "b.parquet", [{"prompt": "1+2=", "response": ""}])
     with pytest.raises(DataError, match=r"b.parquet, row 0 \(counting from 0\): response is empty: remove the row"):
-        load_answers(empty, "response", tokenizer, longest=9)
+        load_answers(empty, "response", tokenizer, limits=Limits(51, 9))
 
 
 def test_rules_need_answers_to_compare_with() -> None:
@@ -117,33 +119,107 @@ def test_files_to_score_that_are_not_there(tmp_path: Path) -> None:
             score(config, str(data), "out", Options(against=against and str(against)), print)
 
 
-REPLAY = {
-    "id": 1,
-    "prompt_index": 0,
-    "data_source": "sums",
-    "ground_truth": "3",
-    "prompt_text": "1+2=",
-    "prompt_ids": [3, 4],
-    "response_ids": [5, 6],
-    "rollout_logprobs": [-1.0, -2.0],
-    "finish_reason": "stop",
-    "values": [0.0, 0.0],
-}
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"id": 1}, ", row 1 (counting from 0): repeats an id, 1: number the rows anew"),
+        ({"id": None}, ", row 1 (counting from 0): id is null: fill it"),
+        ({"prompt_ids": []}, ", row 1 (counting from 0): the prompt is empty: remove the row"),
+        ({"prompt_ids": [5] * 8}, ", row 1 (counting from 0): 10 tokens are more than the 9 that every role takes"),
+        ({"response_ids": []}, ", row 1 (counting from 0): the response is empty: remove the row"),
+        ({"response_ids": [5, None]}, ", row 1 (counting from 0): response_ids has a null: fill it"),
+        (
+            {"response_ids": [5, 51]},
+            ", row 1 (counting from 0): token 51 of the response is not in the vocabulary of 51",
+        ),
+        (
+            {"prompt_ids": [-1]},
+            ", row 1 (counting from 0): token -1 of the prompt is not in the vocabulary of 51 tokens",
+        ),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
+    path = write(tmp_path / "step.parquet", [REPLAY, {**REPLAY, "id": 2, **wrong}])
+    with pytest.raises(DataError) as error:
+        load_replay(path, Limits(51, 9))
+    assert str(error.value).startswith(f"{path}{message}")
+    with pytest.raises(DataError) as error:
+        load_answers(path, "response", make_tiny_model().make_tokenizer(), limits=Limits(51, 9))
+    assert str(error.value).startswith(f"{path}{message}")
+
+
+SCORES = {"score": 1.0, "failed": False, "failure": "", "extras": "{}", "response": "3"}
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("wrong", "message"),
     [
-        ([REPLAY, REPLAY], "repeats an id"),
-        ([{**REPLAY, "response_ids": [5]}], r"row 0 \(counting from 0\): rollout_logprobs has not a number for each"),
-        ([{**REPLAY, "score": 1.0}], "has no column failed, failure, extras, response"),
-        ([{name: value for name, value in REPLAY.items() if name != "prompt_ids"}], "has no column prompt_ids"),
+        ({"response_ids": [5]}, ", row 1 (counting from 0): rollout_logprobs has not a number for each token"),
+        ({"rollout_logprobs": [-1.0, float("nan")]}, ", row 1 (counting from 0): rollout_logprobs has nan, which"),
+        ({"rollout_logprobs": [0.25, -1.0]}, ", row 1 (counting from 0): rollout_logprobs has 0.25, which is no log-"),
+        ({"score": float("nan")}, ", row 1 (counting from 0): the score is nan, no number in float32: remove"),
+        ({"score": 1e300}, ", row 1 (counting from 0): the score is 1e+300, no number in float32: remove"),
     ],
 )
-def test_bad_replays_are_named(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        load_replay(write(tmp_path / "step.parquet", rows))
+def test_bad_replays_are_named(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
+    path = write(tmp_path / "step.parquet", [{**REPLAY, **SCORES}, {**REPLAY, **SCORES, "id": 2, **wrong}])
+    with pytest.raises(DataError) as error:
+        load_replay(path, Limits(51, 9))
+    assert str(error.value).startswith(f"{path}{message}")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({**REPLAY, "score": 1.0}, "has no column failed, failure, extras, response"),
+        ({name: value for name, value in REPLAY.items() if name != "prompt_ids"}, "has no column prompt_ids"),
+        ({**REPLAY, **SCORES, "score": "high"}, "score holds strings: it must hold numbers: write it again"),
+        ({**REPLAY, "response_ids": "5 6"}, "response_ids holds strings: it must hold lists of whole numbers"),
+        ({**REPLAY, "id": "1"}, "id holds strings: it must hold whole numbers"),
+        ({**REPLAY, "rollout_logprobs": None}, "rollout_logprobs holds null: it must hold lists of numbers"),
+    ],
+)
+def test_wrong_columns_are_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    path = write(tmp_path / "step.parquet", [row])
+    with pytest.raises(DataError) as error:
+        load_replay(path)
+    assert str(error.value).startswith(f"{path}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("folder", "folder: is a folder: name a parquet file to write"),
+        ("none/out", "none/out: there is no folder "),
+        ("/proc/out", "/proc/out: cannot be written ("),
+    ],
+)
+def test_a_place_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    with pytest.raises(DataError) as error, writing(name):
+        pass
+    assert str(error.value).startswith(message)
+    assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
+
+
+def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), writing(str(tmp_path / "out")) as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+    with writing(str(tmp_path / "out")) as file:
+        file.write(b"all")
+    assert (tmp_path / "out").read_bytes() == b"all" and len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_replay_is_computed_anew(tmp_path: Path) -> None:
-    assert "values" not in load_replay(write(tmp_path / "step.parquet", [REPLAY])).column_names
+    rows = load_replay(
+        write(tmp_path / "step.parquet", [{name: REPLAY[name] for name in REPLAY if name != "extra_info"}])
+    )
+    assert "values" not in rows.column_names
+    found = {name: rows.schema.field(name).type for name in ("prompt_ids", "rollout_logprobs")}
+    assert found == {"prompt_ids": pa.list_(pa.int32()), "rollout_logprobs": pa.list_(pa.float32())}
+    assert rows.column("extra_info").to_pylist() == ["{}"]

@@ -9,7 +9,7 @@ from megappo.check.findings import Advice
 from megappo.check.model_files import has_chat_template
 from megappo.check.prompt_files import read_prompt_file
 from megappo.config import Config
-from megappo.models.spec import ModelSpec
+from megappo.models.spec import ModelError, ModelSpec
 
 
 def data_findings(config: Config) -> Iterator[str]:
@@ -52,11 +52,22 @@ def data_findings(config: Config) -> Iterator[str]:
 
 
 def replay_findings(config: Config) -> Iterator[str]:
-    """Batches that are trained on instead of generated ones."""
+    """Batches that are trained on instead of generated ones: every row of every file."""
     replay = config.data.replay
-    for path in replay:
-        if not Path(path).is_file():
-            yield f"data.replay: {path}: no such file: give a rollouts/step_N.parquet, or what megappo score wrote"
+    if replay:  # since arrays, which reading takes, are slow to import
+        from megappo.data.given import limits_of
+        from megappo.data.prompts import DataError
+        from megappo.data.replay import load_replay
+
+        try:
+            limits = limits_of(config)
+        except ModelError:  # which is said of the models
+            limits = None
+        for path in replay:
+            try:
+                load_replay(path, limits)
+            except DataError as error:
+                yield f"data.replay: {error}"
     if replay and len(replay) < config.run.steps:
         yield (
             f"data.replay: {len(replay)} file{'s' if len(replay) > 1 else ''} for the {config.run.steps} steps of "

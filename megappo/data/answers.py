@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megappo.data import batch
 from megappo.data.examples import response_tokens
+from megappo.data.given import Limits, checked_rows
 from megappo.data.prompts import SCHEMA, DataError, ground_truth, prompt_columns, read_rows, tokenize_prompts
 
 OPTIONAL = ("data_source", "reward_model", "extra_info")
@@ -21,47 +20,41 @@ ANSWERS = pa.schema(
 """The columns of answers, as a run has them."""
 
 
-def load_answers(path: str | Path, column: str, tokenizer: Any, *, longest: int) -> pa.Table:
+def load_answers(path: str | Path, column: str, tokenizer: Any, *, limits: Limits) -> pa.Table:
     """Read and tokenize responses.
 
     Args:
         path: a parquet file with ``prompt``, the column and perhaps ``data_source``, ``reward_model`` and
             ``extra_info``; or one that a run dumped, whose tokens are taken as they are.
         column: that has the responses.
-        longest: tokens that prompt and response may have together.
+        limits: of the models that score.
 
     Returns:
         :data:`ANSWERS`, a row each, in the order of the file; equal prompts have one ``prompt_index``.
 
     Raises:
-        DataError: naming file and row: an empty or overlong response; a file that cannot be used.
+        DataError: naming file and row: an empty or overlong response, or another row that no model takes; a file that
+            cannot be used.
     """
     path = Path(path)
     table = _dumped(path) if column == "response" else None
     if table is None:
         table = _tokenized(path, column, tokenizer)
-    lengths = batch.lengths(table, "prompt_ids") + batch.lengths(table, "response_ids")
-    if (over := np.flatnonzero(lengths > longest)).size:
-        raise DataError(
-            f"{path}, row {over[0]} (counting from 0): {lengths[over[0]]} tokens are more than the {longest} that "
-            "every role takes: remove the row, or raise micro_batch_tokens"
-        )
-    return table
+    return checked_rows(path, table, limits)
 
 
 def _dumped(path: Path) -> pa.Table | None:
     """A run's dump, without what was computed from it; None if the file is none."""
     try:
-        names = pq.read_schema(path).names
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if not {*ANSWERS.names} - {"messages", "finish_reason"} <= {*names}:
+                return None
+            table = file.read([name for name in ANSWERS.names if name in names])
     except (pa.ArrowException, OSError):
         return None  # which is said with better words where the file is read
-    if not {*ANSWERS.names} - {"messages", "finish_reason"} <= {*names}:
-        return None
-    table = pq.read_table(path, columns=[name for name in ANSWERS.names if name in names]).combine_chunks()
     if "messages" not in names:
         table = table.append_column("messages", pa.nulls(table.num_rows, pa.string()))
-    if (empty := np.flatnonzero(batch.lengths(table, "response_ids") == 0)).size:
-        raise DataError(f"{path}, row {empty[0]} (counting from 0): the response is empty: remove the row")
     return table
 
 

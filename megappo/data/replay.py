@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megappo.data import batch
+from megappo.data.given import Limits, checked_rows
 from megappo.data.prompts import DataError
 
 REQUIRED = (
@@ -24,35 +23,30 @@ COMPUTED = ("logprobs", "entropies", "ref_logprobs", "values", "rewards", "advan
 """What a step computes anew."""
 
 
-def load_replay(path: str | Path) -> pa.Table:
+def load_replay(path: str | Path, limits: Limits | None = None) -> pa.Table:
     """The rows of a file without what a step computes.
 
+    Args:
+        path: of the file.
+        limits: of the models that are to take the rows; see :func:`megappo.data.given.checked_rows`.
+
     Raises:
-        DataError: naming the file: it cannot be read, lacks a column, repeats an id, or a row is empty or has another
-            number of log-probabilities than tokens.
+        DataError: naming the file: it cannot be read, lacks a column, or has a row that no step can take.
     """
+    if not Path(path).is_file():
+        raise DataError(f"{path}: no such file: give a rollouts/step_N.parquet, or what megappo score wrote")
     try:
-        rows = pq.read_table(path).combine_chunks()
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file: give a rollouts/step_N.parquet, or what megappo score wrote") from None
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            scored = SCORED if "score" in names else ()
+            missing = [name for name in (*REQUIRED, *scored) if name not in names]
+            if not missing:
+                dropped = {*COMPUTED, *(() if scored else SCORED)}
+                rows = file.read([name for name in names if name not in dropped])
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as parquet ({str(error).splitlines()[0]}): write it again") from None
-    scored = SCORED if "score" in rows.column_names else ()
-    if missing := [name for name in (*REQUIRED, *scored) if name not in rows.column_names]:
+    if missing:
         raise DataError(f"{path}: has no column {', '.join(missing)}: let megappo score make it from your responses")
-    ids = batch.column(rows, "id")
-    if rows.num_rows == 0 or len(np.unique(ids)) < len(ids):
-        raise DataError(f"{path}: {'repeats an id' if rows.num_rows else 'has no rows'}: write it again")
-    lengths = batch.lengths(rows, "response_ids")
-    if (wrong := np.flatnonzero(lengths == 0)).size:
-        raise DataError(f"{path}, row {wrong[0]} (counting from 0): the response is empty: remove the row")
-    if (wrong := np.flatnonzero(lengths != batch.lengths(rows, "rollout_logprobs"))).size:
-        raise DataError(
-            f"{path}, row {wrong[0]} (counting from 0): rollout_logprobs has not a number for each token of the "
-            "response: write it again"
-        )
-    if "score" in rows.column_names and not np.isfinite(batch.column(rows, "score")).all():
-        at = np.flatnonzero(~np.isfinite(batch.column(rows, "score")))[0]
-        raise DataError(f"{path}, row {at} (counting from 0): the score is no number: remove the row")
-    dropped = {*COMPUTED, *(() if scored else SCORED)}
-    return rows.drop_columns([name for name in rows.column_names if name in dropped])
+    if "extra_info" not in names:  # which reward functions are given
+        rows = rows.append_column("extra_info", pa.array(["{}"] * rows.num_rows))
+    return checked_rows(path, rows, limits)
