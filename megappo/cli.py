@@ -144,9 +144,18 @@ def _arithmetic(options: argparse.Namespace) -> int:
     try:
         paths = write_arithmetic(options.out, **{name: getattr(options, name) for name in names})
     except (ValueError, OSError) as error:
-        return _refuse(str(error))
+        return _refuse(_not_written(error, options.out))
     print(*paths, sep="\n")
     return 0
+
+
+def _not_written(error: Exception, out: str) -> str:
+    """Why data were not written, for the user."""
+    if not isinstance(error, OSError):
+        return str(error)
+    if Path(out).exists() and not Path(out).is_dir():
+        return f"{out}: is a file: give a folder as OUT"
+    return f"{error.filename or out}: {error.strerror or error}: give a folder as OUT that can be written"
 
 
 def _published(options: argparse.Namespace) -> int:
@@ -156,7 +165,7 @@ def _published(options: argparse.Namespace) -> int:
     try:
         written = write_dataset(options.name, options.src, options.out, **chosen)
     except (ValueError, OSError) as error:
-        return _refuse(str(error))
+        return _refuse(_not_written(error, options.out))
     _print_report(Report(warnings=written.notes))
     for path, rows in written.rows.items():
         print(f"{path}: {rows:,} rows")

@@ -99,6 +99,11 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: _truncate(at / "validation.parquet"),
         "data.validation: validation.parquet: is truncated or no parquet file: write it again",
     ),
+    "JSON lines": (
+        lambda at: (at / "train.parquet").write_text('{"prompt": "1+1="}\n{"prompt": "1+2="}\n'),
+        "data.train: train.parquet: is JSON, not parquet: write it with pyarrow.parquet.write_table("
+        "pyarrow.Table.from_pylist([*map(json.loads, open('train.parquet'))]), 'train.parquet')",
+    ),
     "no chat template": (
         lambda at: write_prompts(at / "train.parquet", prompt=[{"role": "user", "content": "1+1?"}]),
         "data.train: train.parquet: its prompts are chat messages, and FOLDER/model has no chat template: "

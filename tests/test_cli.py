@@ -129,7 +129,13 @@ def test_command_data_arithmetic(project: Project, capsys: pytest.CaptureFixture
     assert pq.read_metadata("out/train.parquet").num_rows == 30
     assert project.report("data.train=out/train.parquet", "data.validation=out/validation.parquet") == Report()
     assert main(["data", "arithmetic", "out", "--train", "0"]) == 2
-    assert capsys.readouterr().err.startswith("error: train=0, ")
+    assert capsys.readouterr().err.startswith("error: --train: 0, ")
+    assert main(["data", "arithmetic", "config.yaml"]) == 2
+    assert capsys.readouterr().err == "error: config.yaml: is a file: give a folder as OUT\n"
+    assert main(["data", "arithmetic", "/proc/none"]) == 2
+    assert capsys.readouterr().err == (
+        "error: /proc/none: No such file or directory: give a folder as OUT that can be written\n"
+    )
 
 
 def test_command_report_of_no_run(project: Project, capsys: pytest.CaptureFixture[str]) -> None:

@@ -185,6 +185,12 @@ def test_a_wrong_schema_names_file_columns_and_fix(tmp_path: Path) -> None:
             f"{path}: has no column answer; it has question, solution; it needs question, answer: "
             "give the data set's own files, or rename the columns"
         )
+    nothing = write_lines(tmp_path / "d.jsonl", [{"text": "1"}])
+    with pytest.raises(DataError) as error:
+        write_dataset("gsm8k", nothing, tmp_path / "out")
+    assert str(error.value) == (
+        f"{nothing}: has no column question, answer; it has text; give the data set's own files, or rename the columns"
+    )
     write_dataset("gsm8k", write_lines(tmp_path / "x.jsonl", ROWS), tmp_path / "out", validation=1)
     with pytest.raises(DataError, match=r"columns of prompt files already: name it in data.train"):
         write_dataset("gsm8k", tmp_path / "out/train.parquet", tmp_path / "again")
@@ -205,8 +211,10 @@ def test_wrong_places_are_refused(tmp_path: Path) -> None:
         write_dataset("gsm8k", tmp_path / "src", tmp_path / "src/out")
     with pytest.raises(ValueError, match="would be overwritten"):
         write_dataset("gsm8k", train, tmp_path / "src")
-    with pytest.raises(ValueError, match="validation is 0"):
+    with pytest.raises(ValueError, match="--validation: 0: give at least 1"):
         write_dataset("gsm8k", train, tmp_path / "out", validation=0)
+    with pytest.raises(DataError, match=rf"^{train}: 50 questions wanted"):  # the file, not its folder
+        write_dataset("gsm8k", train, tmp_path / "out", validation=50)
     write_parquet(tmp_path / "two/test.parquet", ROWS)
     write_parquet(tmp_path / "two/validation.parquet", ROWS)
     with pytest.raises(DataError, match="has no train split, but test, validation"):

@@ -135,6 +135,19 @@ def test_setup_wants_a_python(tmp_path: Path) -> None:
     assert f"PYTHON={old} is not a Python 3.11 or newer (it says: Python 3.8.1)" in done.stderr
 
 
+def test_quickstart_says_how_to_begin_anew(tmp_path: Path) -> None:
+    """Where the run refuses other settings, its advice of another folder is not for the quickstart."""
+    for folder in ("launch", "bin", "runs/quickstart/data", "runs/quickstart/model", "runs/quickstart/checkpoints"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "launch/quickstart.sh").write_text((ROOT / "launch/quickstart.sh").read_text())
+    (tmp_path / "launch/setup.sh").write_text('PATH="$PWD/bin:$PATH"\n')
+    (tmp_path / "bin/megappo").write_text("#!/bin/sh\nexit 2\n")
+    (tmp_path / "bin/megappo").chmod(0o755)
+    done = bash(tmp_path / "launch/quickstart.sh", "data.prompts_per_step=32")
+    assert done.returncode == 2
+    assert "these settings: bash launch/quickstart.sh --fresh data.prompts_per_step=32\n" in done.stderr
+
+
 def test_quickstart_refuses_other_arguments() -> None:
     done = bash(ROOT / "launch/quickstart.sh", "--frehs")
     assert done.returncode == 2 and "usage: bash launch/quickstart.sh" in done.stderr

@@ -52,7 +52,7 @@ def read_columns(path: Path, columns: Sequence[str]) -> PromptFile:
         with pq.ParquetFile(path) as file:
             schema, rows = file.schema_arrow, file.metadata.num_rows
     except (pa.ArrowException, OSError):
-        raise ValueError(f"{path}: is truncated or no parquet file: write it again") from None
+        raise ValueError(f"{path}: {_no_parquet(path)}") from None
     missing = [name for name in columns if name not in schema.names]
     if missing:
         raise ValueError(
@@ -63,6 +63,22 @@ def read_columns(path: Path, columns: Sequence[str]) -> PromptFile:
         raise ValueError(f"{path}: has no rows: give a file with at least one prompt")
     prompt = schema.field("prompt").type
     return PromptFile(rows, schema, chat=pa.types.is_list(prompt) or pa.types.is_large_list(prompt))
+
+
+def _no_parquet(path: Path) -> str:
+    """What a file that is no whole parquet file is instead, and what to do."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64).lstrip()
+    except OSError as error:
+        return f"cannot be read ({error.strerror}): change its permissions"
+    if not head.startswith((b"{", b"[")):
+        return "is truncated or no parquet file: write it again"
+    rows = f"map(json.loads, open('{path.name}'))" if head.startswith(b"{") else f"json.load(open('{path.name}'))"
+    return (
+        "is JSON, not parquet: write it with "
+        f"pyarrow.parquet.write_table(pyarrow.Table.from_pylist([*{rows}]), '{path.stem}.parquet')"
+    )
 
 
 def rows_in(path: Path) -> int:

@@ -78,11 +78,11 @@ def write_arithmetic(
         ValueError: an impossible option, or more questions asked for than there are distinct ones.
     """
     if train < 1 or validation < 1:
-        raise ValueError(f"train={train}, validation={validation}: each must be at least 1")
+        raise ValueError(f"--train: {train}, --validation: {validation}: give at least 1 each")
     if not 1 <= digits <= 9:
-        raise ValueError(f"digits is {digits}; it must be from 1 to 9")
+        raise ValueError(f"--digits: {digits}: give a number from 1 to 9")
     if not operations or set(operations) - set("+-*"):
-        raise ValueError(f"operations is {operations!r}; it must be made of +, - and *")
+        raise ValueError(f"--operations: {operations!r}: give any of +, - and *, for instance '+-'")
     rng = random.Random(seed)
     wanted = train + validation
     questions = _stories(rng, wanted, digits) if word_problems else _expressions(rng, wanted, digits, operations)

@@ -129,5 +129,7 @@ def _check_columns(path: Path, required: Sequence[str], present: Any) -> None:
     if {"data_source", "reward_model"} <= set(present):
         fix = "it is in the columns of prompt files already: name it in data.train as it is"
     else:
-        fix = f"it needs {', '.join(required)}: give the data set's own files, or rename the columns"
+        fix = "give the data set's own files, or rename the columns"
+        if len(missing) < len(required):
+            fix = f"it needs {', '.join(required)}: {fix}"
     raise DataError(f"{path}: has no column {', '.join(missing)}; it has {', '.join(present) or 'none'}; {fix}")

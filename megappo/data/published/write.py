@@ -64,7 +64,7 @@ def write_dataset(
     dataset: Dataset = importlib.import_module(f"{__package__}.{name.replace('-', '_')}").DATASET
     src, out = Path(src), Path(out)
     if validation is not None and validation < 1:
-        raise ValueError(f"validation is {validation}; it must be at least 1")
+        raise ValueError(f"--validation: {validation}: give at least 1")
     if src.is_dir() and out.resolve().is_relative_to(src.resolve()):
         raise ValueError(f"{out}: is in the source folder {src}; write somewhere else")
     if src.resolve() in {path.resolve() for path in _output_paths(out, dataset.schemas)}:
@@ -131,8 +131,9 @@ def _draw(reader: _Reader, paths: tuple[Path, ...], split: str, wanted: int | No
     if wanted is None:
         wanted = min(MOST, max(1, len(distinct) // SHARE))
     if 0 < len(distinct) <= wanted:
+        place = paths[0] if len(paths) == 1 else paths[0].parent
         raise DataError(
-            f"{paths[0].parent}: {wanted:,} questions wanted for validation, but the {split} split has "
+            f"{place}: {wanted:,} questions wanted for validation, but the {split} split has "
             f"{len(distinct):,} distinct ones: ask for fewer (--validation), so that some are left to train on"
         )
     return set(np.random.default_rng(seed).permutation(distinct)[:wanted].tolist())
