@@ -97,6 +97,18 @@ def test_locked_memory_counts_between_nodes(limits: tuple[int, int | None], fix:
     assert list(findings(on_cpu, {}, NEEDS)) == []
 
 
+def test_a_single_node_does_with_fewer_open_files() -> None:
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    (line,) = findings({"node 10.0.0.7 (train, serve)": replace(GOOD, open_files=(1024, 1048576))}, {}, NEEDS)
+    assert f"\nwill hurt: {line}\n" in readme
+    n1 = replace(GOOD, open_files=(20000, 20000))
+    assert list(findings({"n1": n1}, {}, NEEDS)) == []
+    (line,) = findings({"n1": n1, "n2": GOOD}, {}, NEEDS)
+    assert line == (
+        "n1: open files: 20000, of which Ray and NCCL run out; 65536 are usual: have LimitNOFILE raised for jobs"
+    )
+
+
 def test_nodes_that_differ_are_named() -> None:
     other = replace(GOOD, devices=(Device("NVIDIA H100", 80 * GIB, 80 * GIB),), versions={"ray": "2.59.0"})
     clock, devices, versions = findings({"n1": GOOD, "n2": other}, {"n2": 3.2}, NEEDS)

@@ -9,8 +9,8 @@ from megappo.doctor.facts import GIB, Facts
 from megappo.layout.devices import known_profile
 from megappo.plan.limits import MARGIN, round_up
 
-OPEN_FILES = 65536
-"""What Ray asks for: each worker, and each connection between nodes, takes some."""
+OPEN_FILES, OPEN_FILES_ALONE = 65536, 8192
+"""What Ray asks for, as each worker, and each connection between nodes, takes some; what does on one node."""
 RAY_STORE, RAY_STORE_MOST = 0.3, 200e9
 """Part of a node's memory that Ray takes for its object store, in ``/dev/shm`` if there is room; bytes at most."""
 LOCKED_MEMORY = 16 * GIB
@@ -109,9 +109,9 @@ def _of_node(facts: Facts, needs: Needs, *, alone: bool) -> Iterator[str]:
     elif free < store / 2:
         yield f"/dev/shm: only {free / GIB:.1f} of {total / GIB:.1f} GiB are free: remove what others left there"
     soft, hard = facts.open_files
-    if soft < OPEN_FILES:
-        fix = f"ulimit -n {min(OPEN_FILES, hard)} in the job" if hard > soft else "have LimitNOFILE raised for jobs"
-        yield f"open files: {soft}, of which Ray and NCCL run out on many nodes; {OPEN_FILES} are usual: {fix}"
+    if soft < (OPEN_FILES_ALONE if alone else OPEN_FILES):
+        fix = f"ulimit -n {OPEN_FILES} in the job" if hard >= OPEN_FILES else "have LimitNOFILE raised for jobs"
+        yield f"open files: {soft}, of which Ray and NCCL run out; {OPEN_FILES} are usual: {fix}"
     locked, most = facts.locked_memory
     if not alone and facts.devices and locked is not None and locked < LOCKED_MEMORY:
         fix = (
