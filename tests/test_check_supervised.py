@@ -85,6 +85,43 @@ def test_a_configuration_of_train_is_one_error(folder: Path) -> None:
     assert errors == ("ppo.yaml: this is a configuration of train: megappo check ppo.yaml",)
 
 
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"chosen": 3}, "chosen holds whole numbers: it must hold strings: write it again"),
+        ({"rejected": ["c"]}, "rejected holds lists of strings: it must hold strings: write it again"),
+        ({"margin": "large"}, "margin holds strings: it must hold numbers: write it again"),
+        ({"margin": True}, "margin holds bool: it must hold numbers: write it again"),
+        ({"prompt": 1.5}, "prompt holds numbers: it must hold strings, or chat messages: write it again"),
+    ],
+)
+def test_columns_of_another_kind(folder: Path, wrong: dict[str, object], message: str) -> None:
+    pq.write_table(pa.Table.from_pylist([{**PAIR, "margin": 1, **wrong}]), "wrong.parquet")
+    _, errors, _ = check_supervised_file("config.yaml", ("data.train=wrong.parquet",), "reward-train")
+    assert errors == (f"data.train: wrong.parquet: {message}",)
+
+
+def test_responses_of_another_kind(folder: Path) -> None:
+    for name, response in (("good", "2"), ("wrong", 2)):
+        pq.write_table(pa.Table.from_pylist([{"prompt": "1+1=", "response": response}]), f"{name}.parquet")
+    _, errors, _ = check_supervised_file(
+        "config.yaml", ("data.train=good.parquet", "data.validation=wrong.parquet"), "sft"
+    )
+    message = "response holds whole numbers: it must hold strings: write it again"
+    assert errors == (f"data.validation: wrong.parquet: {message}",)
+
+
+def test_keys_without_effect(folder: Path) -> None:
+    _, errors, warnings = check_supervised_file(
+        "config.yaml", ("run.restarts=3", "run.dump_rollouts=false"), "reward-train"
+    )
+    assert not errors
+    assert [line.partition(" has no effect")[0] for line in warnings] == ["run.restarts: 3", "run.dump_rollouts: false"]
+
+
 def test_resuming_with_other_data(folder: Path) -> None:
     checkpoint = folder / "run" / "checkpoints" / "step_2"
     checkpoint.mkdir(parents=True)

@@ -129,7 +129,8 @@ PAIR = {"prompt": "1+2=", "chosen": "3", "rejected": "4"}
         ({"rejected": "3"}, "row 1 (counting from 0): chosen and rejected are equal: remove the row"),
         ({"chosen": " "}, "row 1 (counting from 0): chosen is empty: remove the row"),
         ({"rejected": None}, "row 1 (counting from 0): rejected is 'None': it must be a string, the response alone"),
-        ({"margin": float("nan")}, "row 1 (counting from 0): margin is nan: it must be a number"),
+        ({"margin": float("nan")}, "row 1 (counting from 0): margin is nan: it must be a number, and within float32"),
+        ({"margin": 1e300}, "row 1 (counting from 0): margin is 1e+300: it must be a number, and within float32"),
         ({"prompt": ""}, "row 1 (counting from 0): the prompt is empty; remove the row"),
     ],
 )
@@ -138,6 +139,19 @@ def test_bad_pairs_are_named(tmp_path: Path, wrong: dict[str, Any], message: str
     with pytest.raises(DataError) as error:
         load_pairs([path], make_tiny_model().make_tokenizer(), max_tokens=16)
     assert str(error.value) == f"{path}, {message}"
+
+
+def test_a_response_without_tokens_is_named(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(
+        models.BPE({"<eos>": 0, "1": 1, "+": 2, "2": 3, "=": 4, "3": 5}, [])
+    )  # drops what it does not know
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+    path = write(tmp_path / "text.parquet", [{"prompt": "1+2=", "response": text} for text in ("3", "日")])
+    with pytest.raises(DataError, match=r"row 1 \(counting from 0\): response is '日', of which the tokenizer knows"):
+        load_responses([path], tokenizer, max_tokens=16)
 
 
 def test_margins_must_be_numbers(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from megappo.check.lora import lora_findings
 from megappo.check.megatron import eight_bit_findings, size_findings
 from megappo.check.memory import training_fit_findings
 from megappo.check.model_files import has_chat_template, tokenizer_problems, weight_problems
-from megappo.check.prompt_files import read_columns
+from megappo.check.prompt_files import PromptFile, read_columns
 from megappo.check.run_folder import checkpoint_steps, differences, place_findings
-from megappo.config import ConfigError, SupervisedConfig, Task, load_supervised
+from megappo.config import ConfigError, RunConfig, SupervisedConfig, Task, load_supervised
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
 
 COLUMNS: dict[Task, tuple[str, ...]] = {
@@ -54,6 +54,7 @@ def supervised_findings(config: SupervisedConfig, task: Task) -> Iterator[str]:
         yield from _model_findings(config, task, spec)
     yield from _pool_findings(config, spec)
     yield from _data_findings(config, task)
+    yield from _unused_findings(config.run)
     yield from supervised_folder_findings(config)
 
 
@@ -112,6 +113,7 @@ def _data_findings(config: SupervisedConfig, task: Task) -> Iterator[str]:
             except ValueError as error:
                 yield f"data.{split}: {error}"
                 continue
+            yield from under(f"data.{split}: {path}", _kind_problems(file, task))
             if file.chat and folder.is_dir() and not has_chat_template(folder):
                 yield (
                     f"data.{split}: {path}: its prompts are chat messages, and {folder} has no chat template: add "
@@ -121,6 +123,32 @@ def _data_findings(config: SupervisedConfig, task: Task) -> Iterator[str]:
         yield Advice(
             f"run.validate_every: {config.run.validate_every} has no effect without data.validation: name files there"
         )
+
+
+def _unused_findings(run: RunConfig) -> Iterator[str]:
+    """Keys of a run that are for PPO only."""
+    if run.restarts:
+        yield Advice(
+            f"run.restarts: {run.restarts} has no effect, as only PPO starts over by itself: leave it out, and start "
+            "the run again after a loss; it goes on from its last checkpoint"
+        )
+    if not run.dump_rollouts:
+        yield Advice("run.dump_rollouts: false has no effect, as nothing is generated: leave it out")
+
+
+def _kind_problems(file: PromptFile, task: Task) -> Iterator[str]:
+    """Columns of which every row would be refused."""
+    from megappo.data.given import family  # arrays are slow to import
+
+    wanted: dict[str, tuple[str, ...]] = dict.fromkeys(COLUMNS[task], ("strings",))
+    if file.chat:
+        del wanted["prompt"]
+    if task == "reward-train" and "margin" in file.schema.names:
+        wanted["margin"] = ("numbers", "whole numbers", "null")
+    for name, kinds in wanted.items():
+        if (found := family(file.schema.field(name).type)) not in kinds:
+            also = ", or chat messages" if name == "prompt" else ""
+            yield f"{name} holds {found}: it must hold {kinds[0]}{also}: write it again"
 
 
 def supervised_folder_findings(config: SupervisedConfig) -> Iterator[str]:

@@ -6,7 +6,6 @@ after it, so that a model sees what it will see, or is to write, in PPO.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +49,7 @@ def load_pairs(files: Sequence[str | Path], tokenizer: Any, *, max_tokens: int) 
 
     Raises:
         DataError: naming file and row: a pair whose sides are equal or one of them empty, or a margin that is no
-            number; a file that cannot be used; nothing left.
+            number in float32; a file that cannot be used; nothing left.
     """
 
     def make(where: str, row: dict[str, Any], prompt: list[int]) -> tuple[list[list[int]], float]:
@@ -127,19 +126,26 @@ def response_tokens(where: str, row: dict[str, Any], column: str, tokenizer: Any
     """A response's token ids, the end-of-text token after them.
 
     Raises:
-        DataError: it is empty or no string.
+        DataError: it is empty, no string, or has no token but that one.
     """
     text = row[column]
     if not isinstance(text, str):
         raise DataError(f"{where}: {column} is {str(text)[:80]!r}: it must be a string, the response alone")
     if not text.strip():
         raise DataError(f"{where}: {column} is empty: remove the row")
-    return [*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], tokenizer.eos_token_id]
+    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if not tokens:
+        raise DataError(f"{where}: {column} is {text[:80]!r}, of which the tokenizer knows nothing: remove the row")
+    return [*tokens, tokenizer.eos_token_id]
 
 
 def _margin(where: str, value: Any) -> float:
     if value is None:  # there is no such column, or nothing in it
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise DataError(f"{where}: margin is {value!r}: it must be a number")
-    return float(value)
+    with np.errstate(over="ignore"):
+        margin = np.float32(value)
+    if not np.isfinite(margin):
+        raise DataError(f"{where}: margin is {value!r}: it must be a number, and within float32")
+    return float(margin)

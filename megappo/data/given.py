@@ -107,12 +107,12 @@ def _row(path: str | Path, row: int) -> str:
     return f"{path}, row {row} (counting from 0)"
 
 
-def _family(kind: pa.DataType) -> str:
+def family(kind: pa.DataType) -> str:
     """A type as people say it, whatever its width."""
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return f"lists of {_family(kind.value_type)}"
+        return f"lists of {family(kind.value_type)}"
     if pa.types.is_dictionary(kind):
-        return _family(kind.value_type)
+        return family(kind.value_type)
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return "strings"
     if pa.types.is_integer(kind):
@@ -123,7 +123,7 @@ def _family(kind: pa.DataType) -> str:
 def _check_type(path: str | Path, rows: pa.Table, name: str) -> None:
     """The kind of a column, and that nothing is missing in it."""
     column = rows[name].combine_chunks()
-    found, wanted = _family(column.type), _family(TYPES[name])
+    found, wanted = family(column.type), family(TYPES[name])
     if pa.types.is_null(column.type) and name in NULLABLE:
         return
     if found not in (wanted, wanted.replace("numbers", "whole numbers")):
