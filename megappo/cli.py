@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if late and not (hasattr(options, "overrides") and all("=" in one and one[0] != "-" for one in late)):
         parser.error(f"unrecognized arguments: {' '.join(late)}")
     if late:  # argparse does not see that overrides may come after an option too
-        options.overrides += late
+        options.overrides = [*options.overrides, *late]
     try:
         return options.run(options)
     except BrokenPipeError:  # the reader of our output, head for instance, has had enough
@@ -270,7 +270,9 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("config", metavar="CONFIG", help="YAML file")
-        command.add_argument("overrides", metavar="key=value", nargs="*", help="for instance roles.rollout.tp=2")
+        command.add_argument(
+            "overrides", metavar="key=value", nargs="*", default=[], help="for instance roles.rollout.tp=2"
+        )
         command.set_defaults(run=run)
 
     _add_task(commands.choices["check"])
@@ -280,7 +282,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(task, help=text, description=f"{text}; resumes by itself as train does")
         command.add_argument("config", metavar="CONFIG", help="YAML file")
-        command.add_argument("overrides", metavar="key=value", nargs="*", help="for instance role.tp=2")
+        command.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="for instance role.tp=2")
         command.set_defaults(run=_train_on_examples, task=task)
 
     text = "score given responses: rewards, log-probabilities, and how often they beat others"
@@ -288,7 +290,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("config", metavar="CONFIG", help="YAML file, as of train")
     command.add_argument("data", metavar="DATA", help="parquet file with prompt and response, or a RUN/rollouts one")
     command.add_argument("out", metavar="OUT", help="parquet file to write; data.replay can train on it")
-    command.add_argument("overrides", metavar="key=value", nargs="*", help="for instance roles.actor.tp=2")
+    command.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="for instance roles.actor.tp=2")
     command.add_argument("--column", default="response", metavar="C", help="column of the responses")
     command.add_argument("--against", metavar="FILE", help="other responses to the same prompts, to be beaten")
     command.add_argument("--against-column", metavar="C", help="column of those (alone: another one of DATA)")
@@ -297,7 +299,9 @@ def _parser() -> argparse.ArgumentParser:
     text = "memory, transfers and time of a step, predicted; or the layouts that would be best"
     command = commands.add_parser("plan", help=text, description=text)
     command.add_argument("config", metavar="CONFIG", help="YAML file; its model folders need only config.json")
-    command.add_argument("overrides", metavar="key=value", nargs="*", help="for instance roles.rollout.tp=2")
+    command.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="for instance roles.rollout.tp=2"
+    )
     command.add_argument("--device", metavar="D", help="H200, H100, A100 or a YAML file (default: run.device_profile)")
     command.add_argument("--prompt", type=float, metavar="N", help="tokens of a prompt, on average (default: the most)")
     command.add_argument("--response", type=float, metavar="N", help="tokens of a response, on average")

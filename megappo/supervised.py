@@ -54,7 +54,9 @@ def train_on_examples(config: SupervisedConfig, task: Task) -> bool:
         trainer = _Trainer(config, task, stop)
         stack.callback(trainer.remote.close)
         if trainer.step >= config.run.steps:
-            trainer.console.finish(f"all {config.run.steps} steps are done: {trainer.checkpoints.latest()}")
+            trainer.console.finish(
+                f"step {config.run.steps} of {config.run.steps} is done: {trainer.checkpoints.latest()}"
+            )
             return True
         cluster = stack.enter_context(TrainingCluster(config, ROLES[task], trainer.console.status))
         return trainer.run(cluster)

@@ -173,3 +173,10 @@ def test_the_readmes_example_is_what_the_command_prints(tmp_path: Path) -> None:
     main(["data", "arithmetic", str(tmp_path / "runs/quickstart/data")])
     done = command(tmp_path, "check", "configs/quickstart.yaml", *example[1].split())
     assert (done.returncode, done.stdout, done.stderr) == (2, "", example[2])
+
+
+def test_overrides_are_not_called_required(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in (["check"], ["plan"], ["doctor", "--nope"], ["launch", "slurm"]):
+        with pytest.raises(SystemExit):
+            main(word)
+        assert "key=value" not in capsys.readouterr().err.splitlines()[-1]

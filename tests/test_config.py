@@ -318,11 +318,14 @@ def test_overrides(tmp_path: Path) -> None:
         ("roles.rollout.tp=two", "roles.rollout.tp: 'two' is a string: give an integer >= 1 "
                                  "(tensor parallel size of one engine)"),
         ("roles.rollout.tp", "roles.rollout.tp: not an override: write key=value, for instance roles.rollout.tp=2"),
+        ("roles.actor.lora={rank:", "roles.actor.lora={rank:: a bracket is not closed: close it, and quote the "
+                                    "override in the shell, as in 'roles.actor.lora={rank: 4}'"),
         ("roles..tp=1", "roles..tp=1: not an override: write key=value, for instance roles.rollout.tp=2"),
         ("=1", "=1: not an override: write key=value, for instance roles.rollout.tp=2"),
         ("model.path=x", "model.path=x: model is no section: it has no keys to override"),
-        ("run.steps=[1", "run.steps=[1: line 1, column 3: expected ',' or ']', but got '<stream end>': "
-                         "fix the YAML there"),
+        ("run.steps=[1", "run.steps=[1: a bracket is not closed: close it, and quote the override in the shell, as in "
+                         "'roles.actor.lora={rank: 4}'"),
+        ("run.steps=[1}]", "run.steps=[1}]: line 1, column 3: expected ',' or ']', but got '}': fix the YAML there"),
     ],
 )  # fmt: skip
 def test_wrong_override(tmp_path: Path, override: str, message: str) -> None:

@@ -146,6 +146,10 @@ def _override(raw: dict[str, Any], text: str, problems: list[str]) -> None:
         return
     found: list[str] = []
     value = parse(value_text, found)
+    if value is MISSING and any(value_text.count(left) > value_text.count(right) for left, right in ("{}", "[]")):
+        fix = "close it, and quote the override in the shell, as in 'roles.actor.lora={rank: 4}'"
+        problems.append(f"{text}: a bracket is not closed: {fix}")
+        return
     problems += [f"{text}: {problem}" for problem in found]
     if value is MISSING:
         return

@@ -24,7 +24,7 @@ def add_doctor(commands: Any) -> None:
     command = commands.add_parser("doctor", help=text, description=text)
     text = "look at all nodes of its pools, through RAY_ADDRESS or a Ray of its own, and at what passes between them"
     command.add_argument("config", metavar="CONFIG", nargs="?", help=text)
-    command.add_argument("overrides", metavar="key=value", nargs="*", help="for instance run.device=cpu")
+    command.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="for instance run.device=cpu")
     command.add_argument("--measure-device", metavar="FILE", help="measure a profile for plan --device FILE.yaml")
     command.set_defaults(run=_doctor)
 

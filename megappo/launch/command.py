@@ -57,7 +57,9 @@ def add_launch(commands: Any) -> None:
 
 def _common(command: argparse.ArgumentParser, run: Any) -> None:
     command.add_argument("config", metavar="CONFIG", help="YAML file")
-    command.add_argument("overrides", metavar="key=value", nargs="*", help="for instance roles.rollout.tp=2")
+    command.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="for instance roles.rollout.tp=2"
+    )
     command.add_argument("--out", metavar="FILE", help="where to write it (default: in RUN/launch)")
     command.set_defaults(run=run)
 
