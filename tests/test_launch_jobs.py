@@ -210,6 +210,9 @@ def test_a_slurm_that_does_not_answer(
     assert cli.main(["launch", "slurm", "config.yaml"]) == 0
     assert "warning: slurm_load_partitions: Unable to contact: partition, time" in capsys.readouterr().err
     assert (project.folder / "run/launch/job.sh").is_file()
+    (project.folder / "sbatch").symlink_to(sinfo)
+    assert cli.main(["launch", "slurm", "config.yaml", "--submit", "--out=job.sh"]) == 1
+    assert "error: --submit: sbatch did not take it, see above: job.sh is written" in capsys.readouterr().err
     # It is not even asked where the options are wrong.
     assert cli.main(["launch", "slurm", "config.yaml", "--time=soon", "--sbatch=exclude=n7"]) == 2
     err = capsys.readouterr().err

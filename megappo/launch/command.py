@@ -101,7 +101,10 @@ def _slurm(options: argparse.Namespace) -> int:
     if shutil.which("sbatch") is None:
         print(f"error: --submit: no sbatch here: {path} is written: sbatch it on a login node", file=sys.stderr)
         return BAD_INPUT
-    return subprocess.run(["sbatch", str(path)]).returncode
+    status = subprocess.run(["sbatch", str(path)]).returncode
+    if status:
+        print(f"error: --submit: sbatch did not take it, see above: {path} is written", file=sys.stderr)
+    return status
 
 
 def _kuberay(options: argparse.Namespace) -> int:
