@@ -104,6 +104,13 @@ def test_columns_of_another_kind(folder: Path, wrong: dict[str, object], message
     assert errors == (f"data.train: wrong.parquet: {message}",)
 
 
+def test_a_column_that_comes_twice(folder: Path) -> None:
+    table = pa.Table.from_pylist([PAIR])
+    pq.write_table(table.append_column("chosen", table["rejected"]), "wrong.parquet")
+    _, errors, _ = check_supervised_file("config.yaml", ("data.train=wrong.parquet",), "reward-train")
+    assert errors == ("data.train: wrong.parquet: has chosen twice: keep one column of each name",)
+
+
 def test_responses_of_another_kind(folder: Path) -> None:
     for name, response in (("good", "2"), ("wrong", 2)):
         pq.write_table(pa.Table.from_pylist([{"prompt": "1+1=", "response": response}]), f"{name}.parquet")

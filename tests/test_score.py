@@ -215,6 +215,13 @@ def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes() == b"all" and len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_column_that_comes_twice_is_named(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist([REPLAY])
+    pq.write_table(table.append_column("id", table["id"]), tmp_path / "step.parquet")
+    with pytest.raises(DataError, match=r"step.parquet: has id twice: keep one column of each name"):
+        load_replay(tmp_path / "step.parquet")
+
+
 def test_a_replay_is_computed_anew(tmp_path: Path) -> None:
     rows = load_replay(
         write(tmp_path / "step.parquet", [{name: REPLAY[name] for name in REPLAY if name != "extra_info"}])

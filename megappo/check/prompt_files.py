@@ -39,7 +39,7 @@ def read_columns(path: Path, columns: Sequence[str]) -> PromptFile:
     """Read the footer of a parquet file that must have these columns, ``prompt`` among them.
 
     Raises:
-        ValueError: the file is missing, truncated, empty, or lacks a column.
+        ValueError: the file is missing, truncated, empty, lacks a column or has one twice.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -59,6 +59,8 @@ def read_columns(path: Path, columns: Sequence[str]) -> PromptFile:
             f"{path}: has no column {', '.join(missing)}: it has {', '.join(schema.names) or 'none'}, "
             f"and needs {', '.join(columns)}"
         )
+    if twice := sorted({name for name in schema.names if schema.names.count(name) > 1}):
+        raise ValueError(f"{path}: has {', '.join(twice)} twice: keep one column of each name")
     if rows == 0:
         raise ValueError(f"{path}: has no rows: give a file with at least one prompt")
     prompt = schema.field("prompt").type

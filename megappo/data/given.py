@@ -69,14 +69,17 @@ def checked_rows(path: str | Path, rows: pa.Table, limits: Limits | None) -> pa.
         limits: of the models; without them, neither tokens nor lengths are held against any.
 
     Raises:
-        DataError: naming file, row and value: a column of another kind, a null, an id that comes twice, an empty prompt
-            or response, a token that is not in the vocabulary, a row that is too long, log-probabilities that are none
-            or not one a token, a score that is no number; or no rows.
+        DataError: naming file, row and value: a column of another kind, or one that comes twice, a null, an id that
+            comes twice, an empty prompt or response, a token that is not in the vocabulary, a row that is too long,
+            log-probabilities that are none or not one a token, a score that is no number; or no rows.
     """
     if rows.num_rows == 0:
         raise DataError(f"{path}: has no rows: write it again")
+    names = rows.column_names
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(f"{path}: has {', '.join(twice)} twice: keep one column of each name")
     rows = rows.combine_chunks()
-    known = [name for name in TYPES if name in rows.column_names]
+    known = [name for name in TYPES if name in names]
     for name in known:
         _check_type(path, rows, name)
     _check_ids(path, rows)
