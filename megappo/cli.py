@@ -350,6 +350,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--tp", type=int, default=1, metavar="N", help="to megatron: cut the files for N tensor ranks")
     command.add_argument("--pp", type=int, default=1, metavar="N", help="to megatron: and N pipeline stages")
     command.add_argument("--vpp", type=int, default=1, metavar="N", help="to megatron: of N chunks each")
+    command.add_argument("--ep", type=int, default=1, metavar="N", help="to megatron: deal experts out to N ranks")
+    command.add_argument("--etp", type=int, metavar="N", help="to megatron: cut each for N ranks; default: as --tp")
     command.add_argument("--role", choices=("actor", "critic", "reward"), help="whose weights, of a run")
     command.add_argument("--model", metavar="DIR", help="to hf: Hugging Face folder to take config and tokenizer from")
     command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: as in SRC")

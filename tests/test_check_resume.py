@@ -71,8 +71,8 @@ def test_resuming_with_another_model(project: Project) -> None:
 def test_mixtures_of_experts_are_not_trained_yet(project: Project) -> None:
     write_model(project.folder / "experts", model_type="mixtral", num_local_experts=2)
     assert project.report("model=experts").errors == (
-        f"model: {project.folder}/experts is a mixture of experts (mixtral), which can be planned but not yet "
-        "trained or converted: give a dense model",
+        f"model: {project.folder}/experts is a mixture of experts (mixtral), which can be planned and converted but "
+        "not yet trained: give a dense model",
     )
 
 

@@ -308,6 +308,7 @@ def test_every_problem_of_a_checkpoint_at_once(tmp_path: Path) -> None:
 def test_wrong_folders_are_named_with_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, checkpoint, out = make(tmp_path / "model"), tmp_path / "checkpoint", tmp_path / "out"
     run(folder, checkpoint)
+    mixture = make(tmp_path / "mixture", "mixtral")
     (tmp_path / "old" / "mp_rank_00").mkdir(parents=True)
     shutil.copytree(checkpoint, tmp_path / "cut")
     (tmp_path / "cut" / ".metadata").unlink()
@@ -320,13 +321,16 @@ def test_wrong_folders_are_named_with_the_way_out(tmp_path: Path, capsys: pytest
         (tmp_path / "cut", {}, "has no .metadata, so it is no complete checkpoint"),
         (tmp_path / "alone", {}, "does not say which model it is: give the model's Hugging Face folder with --model"),
         (folder, {"to": "hf"}, "is in that format already: give --to megatron"),
-        (make(tmp_path / "experts", "mixtral"), {}, "mixtral: checkpoints of mixtures of experts are not converted"),
+        (folder, {"ep": 2}, "--ep, --etp: qwen2 has no experts: leave them out"),
+        (mixture, {"ep": 3}, "--ep: 3 does not divide 4 experts: legal are 1, 2, 4"),
+        (mixture, {"etp": 5}, "--etp: 5 does not divide 96 MLP columns of an expert: legal are 1, 2, 3, 4, 6, 8,"),
+        (mixture, {"etp": 0}, "--etp 0: must be positive"),
         (folder, {"tp": 3}, "--tp: 3 does not divide 4 attention heads"),
         (folder, {"pp": 3}, "--pp: 3 stages cannot share 2 layers: legal are 1 to 2"),
         (folder, {"tp": 0}, "--tp 0: must be positive"),
         (folder, {"vpp": 2}, "--vpp 2: chunks are of several pipeline stages: leave it out, or raise --pp"),
         (folder, {"pp": 2, "vpp": 2}, "--vpp: 2 chunks of each of 2 stages cannot share 2 layers"),
-        (checkpoint, {"tp": 2}, "--tp, --pp, --vpp: a Hugging Face folder has no layout: leave them out"),
+        (checkpoint, {"tp": 2}, "--tp, --pp, --vpp, --ep, --etp: a Hugging Face folder has no layout: leave them out"),
     ):
         assert words in problems(source, out, **options)
     assert "lies in" in problems(folder, folder / "inside")

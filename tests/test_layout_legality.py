@@ -19,10 +19,21 @@ class Sizes:
     num_heads: int = 8
     num_kv_heads: int = 4
     ffn_hidden_size: int = 256
+    num_experts: int = 0
 
 
 SMOLLM2 = Sizes(num_layers=30, num_heads=9, num_kv_heads=3, ffn_hidden_size=1536)
 QWEN_05B = Sizes(num_layers=24, num_heads=14, num_kv_heads=2, ffn_hidden_size=4864)
+
+
+def test_experts_are_cut_by_a_size_of_their_own() -> None:
+    mixture = Sizes(num_kv_heads=8, ffn_hidden_size=12, num_experts=4)
+    assert list(legality.megatron_model_problems(mixture, 8, 1)) == []
+    assert list(legality.expert_problems(mixture, 4, 3)) == []
+    assert list(legality.expert_problems(mixture, 8, 8)) == [
+        "ep: 8 does not divide 4 experts: legal are 1, 2, 4",
+        "etp: 8 does not divide 12 MLP columns of an expert: legal are 1, 2, 3, 4, 6, 12",
+    ]
 
 
 def test_lopsided_pipelines() -> None:

@@ -33,8 +33,8 @@ def model_findings(config: Config, specs: dict[str, ModelSpec]) -> Iterator[str]
                 continue
             if specs[folder].num_experts:
                 yield (
-                    f"{label}: {folder} is a mixture of experts ({specs[folder].family}), which can be planned "
-                    "but not yet trained or converted: give a dense model"
+                    f"{label}: {folder} is a mixture of experts ({specs[folder].family}), which can be planned and "
+                    "converted but not yet trained: give a dense model"
                 )
             shapes = specs[folder].hf_shapes(scalar_head=name == "reward")
             if name == "critic":

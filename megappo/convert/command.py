@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -19,6 +20,9 @@ from megappo.convert.to_megatron import ToMegatron
 from megappo.layout.mesh import Layout
 from megappo.models.spec import ModelError
 
+SIZES = ("tp", "pp", "vpp", "ep", "etp")
+"""Options that say whose ranks' parts a checkpoint's files will be."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -27,6 +31,8 @@ class Options:
     Attributes:
         to: "hf" or "megatron"; by default the one that the source is not. Of adapters: "hf" (merged) or "peft".
         tp, pp, vpp: to Megatron: whose ranks' parts the files will be; vpp chunks of each of pp stages.
+        ep, etp: of a mixture: over how many ranks of a stage its experts are dealt out, and for how many each of them
+            is cut (as many as ``tp`` by default).
         role: of a run's checkpoint; by default the actor, or the reward model of reward-train.
         model: folder of the config and tokenizer of a Megatron checkpoint that does not say.
         dtype: "bfloat16", "float16" or "float32"; by default the weights' own.
@@ -41,6 +47,8 @@ class Options:
     tp: int = 1
     pp: int = 1
     vpp: int = 1
+    ep: int = 1
+    etp: int | None = None
     role: str | None = None
     model: str | None = None
     dtype: str | None = None
@@ -84,7 +92,7 @@ def _write(found: Source, folder: Path, options: Options, record: dict[str, Any]
     bucket_bytes = options.bucket_mb * 2**20
     work: ToMegatron | ToHuggingFace | ToMerged | ToPeft
     if found.format == "hf":
-        work = ToMegatron(found.folder, dtype, Layout(tp=options.tp, pp=options.pp, vpp=options.vpp), bucket_bytes)
+        work = ToMegatron(found.folder, dtype, _layout(options), bucket_bytes)
     else:
         shard_bytes = int(options.shard_gb * 1e9)
         scores = found.folder.name == "reward"
@@ -105,6 +113,13 @@ def _write(found: Source, folder: Path, options: Options, record: dict[str, Any]
     )
 
 
+def _layout(options: Options) -> Layout:
+    """The smallest layout with these sizes: a stage has room for both the dense weights' ranks and the experts'."""
+    tp, experts = options.tp, (options.etp or options.tp) * options.ep
+    dp = math.lcm(tp, experts) // tp
+    return Layout(tp=tp, ep=options.ep, dp=dp, pp=options.pp, vpp=options.vpp, etp=options.etp or 0)
+
+
 def _processes(options: Options) -> int:
     return options.processes or min(len(os.sched_getaffinity(0)), 8)
 
@@ -118,12 +133,13 @@ def _check(found: Source, folder: Path, options: Options) -> None:
         problems.append(f"--to peft: {found.folder} has no adapters: leave it out")
     elif options.to not in (None, other, "peft"):
         problems.append(f"--to {options.to}: {found.folder} is in that format already: give --to {other}, or copy it")
-    if found.format == "megatron" and (options.tp, options.pp, options.vpp) != (1, 1, 1):
-        problems.append("--tp, --pp, --vpp: a Hugging Face folder has no layout: leave them out")
+    if found.format == "megatron" and any(getattr(options, name) != getattr(Options, name) for name in SIZES):
+        named = ", ".join(f"--{name}" for name in SIZES)
+        problems.append(f"{named}: a Hugging Face folder has no layout: leave them out")
     if options.verify and adapted:
         problems.append("--verify: adapters have no other side to be compared with: leave it out")
-    for name in ("tp", "pp", "vpp", "shard_gb", "bucket_mb"):
-        if getattr(options, name) <= 0:
+    for name in (*SIZES, "shard_gb", "bucket_mb"):
+        if (value := getattr(options, name)) is not None and value <= 0:
             problems.append(f"--{name.replace('_', '-')} {getattr(options, name)}: must be positive")
     if options.processes < 0:
         problems.append(f"--processes {options.processes}: must be at least 1")
@@ -136,7 +152,8 @@ def _check(found: Source, folder: Path, options: Options) -> None:
 
 def _record(found: Source, options: Options) -> dict[str, Any]:
     """What decides the result: if this is the same, so is the result."""
-    form = {"to": "peft"} if options.to == "peft" else {}
+    form: dict[str, Any] = {"to": "peft"} if options.to == "peft" else {}
+    form |= {name: getattr(options, name) for name in ("ep", "etp") if getattr(options, name) != getattr(Options, name)}
     files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in found.weight_files()}
     chosen = {name: asdict(options)[name] for name in ("tp", "pp", "vpp", "dtype", "shard_gb", "bucket_mb")}
     return {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from megappo.convert.companions import Head
 from megappo.convert.share import shared
 from megappo.models.parameters import LM_HEAD, Split
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
-from megappo.reshard.megatron_tensors import MegatronTensor, megatron_tensors
+from megappo.reshard.megatron_tensors import MegatronTensor, megatron_tensors, stacked_shapes
 from megappo.reshard.safetensors_files import Form
 from megappo.reshard.stored import Stored, copy_block
 from megappo.reshard.torch_dist import Chunk, read_chunks
@@ -29,22 +31,22 @@ class Part:
     """A block of one parameter, as it lies in a chunk.
 
     Attributes:
-        index: which layer of those in the chunk; ``None`` if the chunk has no axis of layers.
+        index: which of the parameters in the chunk, on its axes of layers and experts, as far as it has them.
     """
 
     tensor: MegatronTensor
     offset: tuple[int, ...]
     size: tuple[int, ...]
     chunk: Chunk
-    index: int | None
+    index: tuple[int, ...]
 
     def stored(self, folder: Path) -> Stored:
         """Where it lies."""
-        whole = self.chunk.stored(folder)
-        if self.index is None:
-            return whole
-        one = replace(whole, shape=whole.shape[1:])
-        return replace(one, position=one.position + self.index * one.num_bytes)
+        stored = self.chunk.stored(folder)
+        for place in self.index:
+            one = replace(stored, shape=stored.shape[1:])
+            stored = replace(one, position=one.position + place * one.num_bytes)
+        return stored
 
     @property
     def num_bytes(self) -> int:
@@ -91,8 +93,11 @@ class FromCheckpoint:
         shapes = {key: shape for key, shape in shapes.items() if key.startswith(MODEL)}
         self.scalar_head = shapes.get(LM_HEAD.megatron) == (1, self.spec.hidden_size)
         tensors = self.held(megatron_tensors(self.spec, scalar_head=self.scalar_head))
-        _check_shapes(folder, model_folder, tensors, shapes, self.spec.num_layers)
-        self.parts = [part for chunk in chunks if chunk.key in shapes for part in _parts(chunk, tensors)]
+        _check_shapes(folder, model_folder, tensors, shapes)
+        kinds: defaultdict[str, dict[tuple[int, ...], MegatronTensor]] = defaultdict(dict)
+        for tensor in tensors.values():
+            kinds[tensor.key][tensor.index] = tensor
+        self.parts = [part for chunk in chunks if chunk.key in shapes for part in _parts(chunk, kinds)]
         _check_cover(folder, self.parts, shapes)
         dtypes = {box.name: part.chunk.dtype for part in self.parts for box in part.tensor.boxes}
         every = self.spec.hf_shapes(scalar_head=self.scalar_head)
@@ -123,16 +128,19 @@ class FromCheckpoint:
         shared(copy, self.parts, [part.num_bytes for part in self.parts], processes)
 
 
-def _parts(chunk: Chunk, tensors: Mapping[str, MegatronTensor]) -> list[Part]:
-    """What a chunk holds of each parameter."""
-    if chunk.key in tensors:
-        return [Part(tensors[chunk.key], chunk.offset, chunk.size, chunk, None)]
-    first, *offset = chunk.offset
-    count, *size = chunk.size
-    name = chunk.key.replace("decoder.layers.", "decoder.layers.{}.")
-    return [
-        Part(tensors[name.format(first + index)], tuple(offset), tuple(size), chunk, index) for index in range(count)
-    ]
+def _parts(chunk: Chunk, kinds: Mapping[str, Mapping[tuple[int, ...], MegatronTensor]]) -> Iterator[Part]:
+    """What a chunk holds of each parameter; these are given by key and index."""
+    key, layer = _layer_apart(chunk.key)
+    front = len(next(iter(kinds[key]))) - len(layer)
+    for index in product(*map(range, chunk.size[:front])):
+        place = (*layer, *(first + i for first, i in zip(chunk.offset, index, strict=False)))
+        yield Part(kinds[key][place], chunk.offset[front:], chunk.size[front:], chunk, index)
+
+
+def _layer_apart(key: str) -> tuple[str, tuple[int, ...]]:
+    """The key for all layers, and which one it is where the checkpoint has a key for each."""
+    match = re.match(r"decoder\.layers\.(\d+)\.", key)
+    return (f"decoder.layers.{key[match.end() :]}", (int(match[1]),)) if match else (key, ())
 
 
 def _copy(folder: Path, places: Mapping[str, Stored], bucket_bytes: int, part: Part) -> None:
@@ -147,13 +155,10 @@ def _check_shapes(
     model_folder: Path,
     tensors: Mapping[str, MegatronTensor],
     shapes: Mapping[str, tuple[int, ...]],
-    num_layers: int,
 ) -> None:
     """Compare the checkpoint with what the family expects, kind of parameter by kind of parameter."""
     found = _stacked(shapes)
-    expected = {
-        tensor.key: tensor.shape if tensor.layer is None else (num_layers, *tensor.shape) for tensor in tensors.values()
-    }
+    expected = stacked_shapes(tensors.values())
     padded = {tensor.key for tensor in tensors.values() if tensor.split is Split.VOCABULARY}
     config = model_folder / "config.json"
     problems = [f"{folder}: tensor {key} {list(expected[key])} is missing" for key in expected.keys() - found.keys()]
@@ -175,9 +180,8 @@ def _stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]
     """Shapes with one key for all layers, also where the checkpoint has one a layer."""
     out: dict[str, tuple[int, ...]] = {}
     for key, shape in shapes.items():
-        stacked = re.sub(r"^(decoder\.layers)\.\d+\.", r"\1.", key)
-        layers = out.get(stacked, (0,))[0] + 1
-        out[stacked] = shape if stacked == key else (layers, *shape)
+        stacked, layer = _layer_apart(key)
+        out[stacked] = (out.get(stacked, (0,))[0] + 1, *shape) if layer else shape
     return out
 
 

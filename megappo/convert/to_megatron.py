@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -15,11 +16,11 @@ import torch
 from megappo.convert.companions import copy_companions, says_scalar_head
 from megappo.convert.share import shared
 from megappo.convert.source import COMPANIONS
-from megappo.layout.legality import megatron_model_problems
+from megappo.layout.legality import expert_problems, megatron_model_problems
 from megappo.layout.mesh import Layout, model_chunks
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
 from megappo.reshard.files import check_tensors
-from megappo.reshard.megatron_tensors import MegatronTensor, megatron_tensors
+from megappo.reshard.megatron_tensors import MegatronTensor, megatron_tensors, stacked_shapes
 from megappo.reshard.safetensors_files import find_tensors
 from megappo.reshard.stored import Stored, copy_block, row_blocks
 from megappo.reshard.torch_dist import Chunk, ChunkFile, Place, write_metadata
@@ -35,10 +36,12 @@ LAYER_STATES = (
     "self_attention.core_attention",
     "self_attention.q_layernorm",
     "self_attention.k_layernorm",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
 )
-"""Modules whose extra state (of 8-bit training) Megatron wants to find, empty, in a checkpoint."""
+DENSE_STATES = ("mlp.linear_fc1", "mlp.linear_fc2")
+MIXTURE_STATES = ("pre_mlp_layernorm",)
+EXPERT_STATES = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
+"""Modules whose extra state (of 8-bit training) Megatron wants to find, empty, in a checkpoint: those of every layer,
+of dense ones, of mixtures, and of each expert."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,10 @@ class ToMegatron:
         problems = [f"--{text}" for text in megatron_model_problems(self.spec, layout.tp, layout.pp, layout.vpp)]
         if layout.vpp > 1 == layout.pp:
             problems.append(f"--vpp {layout.vpp}: chunks are of several pipeline stages: leave it out, or raise --pp")
+        if self.spec.num_experts:
+            problems += [f"--{text}" for text in expert_problems(self.spec, layout.ep, layout.expert_tp)]
+        elif layout.ep > 1 or layout.etp:
+            problems.append(f"--ep, --etp: {self.spec.family} has no experts: leave them out")
         if problems:
             raise ModelError(problems)
         self.tensors = megatron_tensors(self.spec, layout.tp, scalar_head=self.scalar_head)
@@ -87,8 +94,7 @@ class ToMegatron:
         """Write the checkpoint into an empty folder."""
         chunks, objects = self._make_room(destination)
         fill = partial(_fill, self.found, destination, self.bucket_bytes)
-        layers = (self.spec.num_layers,)
-        shapes = {t.key: t.shape if t.layer is None else layers + t.shape for t in self.tensors.values()}
+        shapes = stacked_shapes(self.tensors.values())
         shared(
             fill,
             list(zip(self.parts, chunks, strict=True)),
@@ -106,13 +112,21 @@ class ToMegatron:
         for tensor in self.tensors.values():
             outside = 0 if tensor.name.startswith("embedding.") else layout.pp - 1
             stage = outside if tensor.layer is None else stage_of[tensor.layer]
-            item = self.dtypes[tensor.name].itemsize
-            for number, (offset, size) in enumerate(tensor.cuts(layout.tp)):
-                rank = layout.rank(tp=number % layout.tp, pp=stage)
+            item = self.dtypes[tensor.key].itemsize
+            tp = layout.tp if tensor.expert is None else layout.expert_tp
+            for number, (offset, size) in enumerate(tensor.cuts(tp)):
+                rank = self._writer(layout, stage, number % tp, tensor.expert)
                 for begin, extent in row_blocks(offset, size, bucket_bytes // item):
                     count = prod(extent) * item
                     yield Part(f"__{rank}_{filled[rank] // FILE_BYTES}.distcp", tensor, begin, extent, count)
                     filled[rank] += count
+
+    def _writer(self, layout: Layout, stage: int, place: int, expert: int | None) -> int:
+        """The first of the ranks that hold a tensor-parallel place's part of a stage, or of an expert there."""
+        if expert is None:
+            return layout.rank(tp=place, pp=stage)
+        ep = expert * layout.ep // self.spec.num_experts
+        return layout.expert_replicas(etp=place, ep=ep, pp=stage)[0]
 
     def _make_room(self, destination: Path) -> tuple[list[Chunk], dict[str, Place]]:
         """Lay out the files, all but values. Returns the parts' chunks, and the places of what is no tensor."""
@@ -122,11 +136,9 @@ class ToMegatron:
                 stack.enter_context(file)
             chunks = []
             for part in self.parts:
-                layer, dtype = part.tensor.layer, self.dtypes[part.tensor.name]
-                front, one = ((), ()) if layer is None else ((layer,), (1,))
-                chunks.append(
-                    files[part.file].reserve(part.tensor.key, (*front, *part.offset), (*one, *part.size), dtype)
-                )
+                front, dtype = part.tensor.index, self.dtypes[part.tensor.key]
+                size = (*(1 for _ in front), *part.size)
+                chunks.append(files[part.file].reserve(part.tensor.key, (*front, *part.offset), size, dtype))
             objects = {key: files[self.parts[0].file].append([None]) for key in _objects(self.spec)}
         return chunks, objects
 
@@ -134,33 +146,40 @@ class ToMegatron:
 def _dtypes(
     folder: Path, tensors: Mapping[str, MegatronTensor], found: Mapping[str, Stored], wanted: torch.dtype | None
 ) -> dict[str, torch.dtype]:
-    """The dtype of each parameter in the checkpoint."""
-    problems, out = [], {}
+    """The dtype of each tensor of the checkpoint, by key."""
+    names: defaultdict[str, list[str]] = defaultdict(list)
     for tensor in tensors.values():
-        own = {found[box.name].dtype for box in tensor.boxes}
-        names = sorted({box.name for box in tensor.boxes})
-        if odd := [name for name in names if found[name].dtype not in WEIGHTS]:
+        names[tensor.key] += sorted({box.name for box in tensor.boxes})
+    problems, out = [], {}
+    for key, together in names.items():
+        examples = {found[name].dtype: name for name in reversed(together)}
+        if odd := [name for name in together if found[name].dtype not in WEIGHTS]:
             problems += [f"{folder}: tensor {name} is {found[name].dtype}: give 16- or 32-bit floats" for name in odd]
-        elif len(own) > 1 and wanted is None:
+        elif len(examples) > 1 and wanted is None:
+            differing = ", ".join(sorted(examples.values()))
             problems.append(
-                f"{folder}: {', '.join(names)} are one parameter in Megatron but differ in dtype: give --dtype"
+                f"{folder}: {differing} are parts of one tensor in Megatron but differ in dtype: give --dtype"
             )
-        out[tensor.name] = wanted or own.pop()
+        out[key] = wanted or next(iter(examples))
     if problems:
         raise ModelError(problems)
     return out
 
 
 def _objects(spec: ModelSpec) -> Iterator[str]:
-    for module in LAYER_STATES:
-        for layer in range(spec.num_layers):
-            yield f"decoder.layers.{module}._extra_state/shard_{layer}_{spec.num_layers}"
+    layers, experts = spec.num_layers, spec.num_experts
+    for module in (*LAYER_STATES, *(MIXTURE_STATES if experts else DENSE_STATES)):
+        for layer in range(layers):
+            yield f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}"
+    for module in EXPERT_STATES if experts else ():
+        for layer, expert in product(range(layers), range(experts)):
+            yield f"decoder.layers.{module}._extra_state/shard_{layer}.{expert}_{layers}.{experts}"
     yield "decoder.final_layernorm._extra_state/shard_0_1"
 
 
 def _fill(found: Mapping[str, Stored], folder: Path, bucket_bytes: int, item: tuple[Part, Chunk]) -> None:
     """Copy what belongs into a chunk; padding rows stay zero."""
     part, chunk = item
-    target = replace(chunk.stored(folder), shape=part.size)  # without the axis of layers
+    target = replace(chunk.stored(folder), shape=part.size)  # without the axes of layers and experts
     for name, (there, size), here in part.tensor.overlaps(part.offset, part.size):
         copy_block(found[name], there, target, here, size, bucket_bytes)

@@ -42,6 +42,8 @@ def verify(folder: Path, checkpoint: Path, *, to_hf: bool, processes: int, bucke
     weights = sides.spec.num_parameters(scalar_head=sides.scalar_head)
     if weights > SMALL:
         return f"{words} ({weights / 1e9:.1f}e9 weights are too many to run the model on both sides)"
+    if sides.spec.num_experts:
+        return f"{words} (mixtures of experts are not run on both sides)"
     warnings.filterwarnings("ignore", module="megatron")  # it warns of what is not installed, and is not needed here
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # of what Megatron calls in it
     from megappo.convert.outputs import largest_difference

@@ -26,6 +26,8 @@ class ModelSizes(Protocol):
     def num_kv_heads(self) -> int: ...
     @property
     def ffn_hidden_size(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
 
 
 def divisors(number: int) -> list[int]:
@@ -65,6 +67,16 @@ def megatron_model_problems(model: ModelSizes, tp: int, pp: int, vpp: int = 1) -
     elif pp > 1 and vpp not in (legal := megatron_vpp(model, pp)):
         why = f"chunks of each of {pp} stages cannot share {model.num_layers} layers in rounds of equally many"
         yield f"vpp: {vpp} {why}{' even ones' if pp == 2 else ''}: legal are {_listed(legal)}"
+
+
+def expert_problems(model: ModelSizes, ep: int, etp: int) -> Iterator[str]:
+    """What keeps a mixture's experts from being dealt out to ``ep`` ranks, each expert cut for ``etp``."""
+    for key, size, total, what in (
+        ("ep", ep, model.num_experts, "experts"),
+        ("etp", etp, model.ffn_hidden_size, "MLP columns of an expert"),
+    ):
+        for reason in _not_dividing(size, total, what):
+            yield f"{key}: {size} {reason}: legal are {_listed(divisors(total))}"
 
 
 def pipeline_warnings(model: ModelSizes, pp: int, vpp: int = 1) -> Iterator[str]:
@@ -173,7 +185,8 @@ def _megatron_tp(model: ModelSizes, tp: int) -> Iterator[str]:
         yield f"is more than {_count(model.num_kv_heads, 'key/value head')} (training does not replicate them)"
     else:
         yield from _not_dividing(tp, model.num_kv_heads, "key/value heads")
-    yield from _not_dividing(tp, model.ffn_hidden_size, "MLP columns")
+    if not model.num_experts:
+        yield from _not_dividing(tp, model.ffn_hidden_size, "MLP columns")
 
 
 def _rollout_tp(model: ModelSizes, vocabulary: int, tp: int) -> Iterator[str]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from megappo.layout.mesh import Layout
-from megappo.models.parameters import EMBEDDING, FINAL_NORM, LM_HEAD, Split, megatron_vocabulary
-from megappo.models.spec import ModelError, ModelSpec
+from megappo.models.parameters import EMBEDDING, EXPERT, FINAL_NORM, LM_HEAD, Split, megatron_vocabulary
+from megappo.models.spec import ModelSpec
 from megappo.reshard.boxes import Box, megatron_boxes
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and size."""
+
+
+_LAYER = re.compile(r"^(decoder\.layers)\.(\d+)\.")
+_EXPERT = re.compile(r"(\.experts)\.(linear_fc\d\.weight)(\d+)$")
 
 
 @dataclass(frozen=True)
@@ -21,8 +25,7 @@ class MegatronTensor:
     """One parameter of the whole model.
 
     Attributes:
-        name: as Megatron's modules have it, layers counted over the whole model, norms as Transformer Engine names
-            them (checkpoints always do).
+        name: as Transformer Engine's modules have it, layers and experts counted over the whole model.
         split: how tensor parallelism cuts it.
         boxes: the Hugging Face tensors in it; what they leave free is padding of the vocabulary.
     """
@@ -33,15 +36,28 @@ class MegatronTensor:
     boxes: tuple[Box, ...]
 
     @property
-    def layer(self) -> int | None:
-        """The layer that it belongs to, if any."""
-        match = re.match(r"decoder\.layers\.(\d+)\.", self.name)
-        return int(match[1]) if match else None
+    def key(self) -> str:
+        """Its name in checkpoints, where all layers' parameters of one kind are one tensor with an axis in front.
+
+        Those of experts have a second such axis, and this name whichever module of Megatron's holds them.
+        """
+        return _EXPERT.sub(r"\1.experts.\2", _LAYER.sub(r"\1.", self.name))
 
     @property
-    def key(self) -> str:
-        """Its name in checkpoints, where all layers' parameters of one kind are one tensor with an axis in front."""
-        return re.sub(r"^(decoder\.layers)\.\d+\.", r"\1.", self.name)
+    def index(self) -> tuple[int, ...]:
+        """Its place on the axes in front: its layer, if it has one, and its expert."""
+        layer, expert = _LAYER.match(self.name), _EXPERT.search(self.name)
+        return tuple(int(match[number]) for match, number in ((layer, 2), (expert, 3)) if match)
+
+    @property
+    def layer(self) -> int | None:
+        """The layer that it belongs to, if any."""
+        return self.index[0] if self.index else None
+
+    @property
+    def expert(self) -> int | None:
+        """The expert that it belongs to, if any."""
+        return self.index[1] if len(self.index) > 1 else None
 
     def overlaps(self, offset: Sequence[int], size: Sequence[int]) -> Iterator[tuple[str, Block, tuple[int, ...]]]:
         """What lies in a block of this parameter: (Hugging Face name, block there, offset inside the given block)."""
@@ -78,13 +94,12 @@ def megatron_tensors(spec: ModelSpec, tp: int = 1, *, scalar_head: bool = False)
 
     Args:
         tp: tensor-parallel size, which sets the padding of the vocabulary.
-
-    Raises:
-        ModelError: it is a mixture of experts.
     """
-    if spec.num_experts:
-        raise ModelError([f"{spec.family}: checkpoints of mixtures of experts are not converted: give a dense model"])
-    layer = {parameter.megatron_te or parameter.megatron: parameter.split for parameter in spec.layer}
+    layer = {
+        (parameter.megatron_te or parameter.megatron).replace(EXPERT, str(expert)): parameter.split
+        for parameter in spec.layer
+        for expert in range(spec.num_experts if parameter.per_expert else 1)
+    }
     splits = {
         EMBEDDING.megatron: EMBEDDING.split,
         FINAL_NORM.megatron: FINAL_NORM.split,
@@ -108,3 +123,9 @@ def megatron_tensors(spec: ModelSpec, tp: int = 1, *, scalar_head: bool = False)
             shape[0] = megatron_vocabulary(spec.vocab_size, tp)
         out[name] = MegatronTensor(name, tuple(shape), splits[name], tuple(boxes))
     return out
+
+
+def stacked_shapes(tensors: Iterable[MegatronTensor]) -> dict[str, tuple[int, ...]]:
+    """Shapes in a checkpoint, by key: those of the parameters, with the axes of layers and experts in front."""
+    last = {tensor.key: tensor for tensor in tensors}  # of each kind: layers and experts ascend
+    return {key: (*(place + 1 for place in tensor.index), *tensor.shape) for key, tensor in last.items()}
