@@ -77,14 +77,14 @@ class Checkpoints:
         return self.folder / f"step_{complete[-1]}" if complete else None
 
     def complete(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending."""
-        steps = map(step_of, (path.name for path in self.folder.glob("step_*")))
+        """Steps of the complete checkpoints, ascending. A folder without the trainer's state is none."""
+        steps = map(step_of, (path.parent.name for path in self.folder.glob(f"step_*/{STATE_NAME}")))
         return sorted(step for step in steps if step is not None)
 
     def best(self) -> int | None:
         """Step of the best one, where it is kept and still there."""
         link = self.folder / BEST
-        return step_of(link.resolve().name) if link.is_dir() else None
+        return step_of(link.resolve().name) if (link / STATE_NAME).is_file() else None
 
     @contextmanager
     def writing(self, step: int, best: int | None = None) -> Iterator[Path]:
@@ -121,12 +121,15 @@ class Checkpoints:
         partial.rename(final)
         self._link_best(best)
         _sync(self.folder)
-        for old in [self.folder / f"step_{step}" for step in self.complete()[: -self.keep]]:
-            if old.name in (f"step_{best}", self.held):
-                continue
-            # Renamed first, so that a removal that is cut short leaves no half checkpoint behind.
-            old.rename(doomed := old.with_name(old.name + PARTIAL))
-            shutil.rmtree(doomed)
+        for old in self.complete()[: -self.keep]:
+            if old != best and f"step_{old}" != self.held:
+                self.remove(old)
+
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint. Renamed first, so that a removal that is cut short leaves no half one behind."""
+        old = self.folder / f"step_{step}"
+        old.rename(doomed := old.with_name(old.name + PARTIAL))
+        shutil.rmtree(doomed)
 
     def amend(self, folder: Path, state: dict[str, Any], best: int | None) -> None:
         """Give a checkpoint that is complete another state of the trainer; and the step that is the best now."""

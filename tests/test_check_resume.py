@@ -18,7 +18,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 
 def _begin_run(project: Project, step: int) -> None:
-    (project.folder / f"run/checkpoints/step_{step}").mkdir(parents=True, exist_ok=True)
+    checkpoint = project.folder / f"run/checkpoints/step_{step}"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "trainer.json").write_text("{}")
     (project.folder / "run/config.yaml").write_text(dump_config(load_config("config.yaml")))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +19,10 @@ from small_run import CONFIG, make_tiny_model
 from test_run_folder import config
 
 from megappo import cli
+from megappo.check.remote_folder import overlap
 from megappo.checkpoints import Checkpoints
 from megappo.data.arithmetic import write_arithmetic
-from megappo.remote.down import bring_down, local_folder
+from megappo.remote.down import bring_down, first_difference, local_folder
 from megappo.remote.folder import RemoteError, RemoteFolder, complete_steps, superfluous, within
 from megappo.remote.uploads import Uploads
 from megappo.run import Run
@@ -68,6 +72,11 @@ def until(happened: Callable[[], Any], limit_s: float = 60) -> None:
         time.sleep(0.005)
 
 
+def line(step: int, by: str) -> str:
+    """Of a log: no two runs have one that is the same, as it holds the time."""
+    return json.dumps({"step": step, "time": by, "metrics": {}}) + "\n"
+
+
 class Local:
     """A run's folder, written as a run writes it, and its uploads."""
 
@@ -76,12 +85,12 @@ class Local:
         folder.mkdir(parents=True, exist_ok=True)
         self.checkpoints = Checkpoints(folder / "checkpoints", keep)
         self.remote = RemoteFolder(url)
-        self.came = bring_down(self.remote, self.checkpoints, self.said.append)
+        self.came = bring_down(self.remote, self.checkpoints, self.said.append, self.warnings.append)
         self.uploads = Uploads(folder, self.remote, self.checkpoints, self.warnings.append, every_s)
 
     def step(self, step: int, best: int | None = None, file: str = "weights") -> None:
         with (self.folder / "log.jsonl").open("a") as log:
-            log.write(f"step {step}\n")
+            log.write(line(step, self.folder.name))
         rollouts = self.folder / "rollouts"
         rollouts.mkdir(exist_ok=True)
         (rollouts / f"step_{step}.parquet").write_text(f"rows {step}")
@@ -114,9 +123,10 @@ def test_everything_goes_up_and_the_newest_comes_down(tmp_path: Path, url: str) 
     assert first.warnings == []
     names = first.remote.files()
     data = [f"checkpoints/step_{step}/{name}" for step in (1, 3) for name in ("actor/weights", "trainer.json")]
+    manifests = [f"checkpoints/step_{step}/.files.json" for step in (1, 3)]
     rollouts = [f"rollouts/step_{step}.parquet" for step in (1, 2, 3)]
     records = ["config.yaml", "log.jsonl", "tensorboard/events"]
-    assert sorted(names) == sorted([".owner", "checkpoints/best", *data, *rollouts, *records])
+    assert sorted(names) == sorted([".owner", "checkpoints/best", *data, *manifests, *rollouts, *records])
     assert first.remote.read("checkpoints/best") == "step_1\n"
 
     second = Local(tmp_path / "second", url, keep=1)
@@ -128,8 +138,8 @@ def test_everything_goes_up_and_the_newest_comes_down(tmp_path: Path, url: str) 
     second.step(4)  # the best is the other machine's, and stays
     second.close()
     assert complete_steps(second.remote.files()) == [1, 4]
-    assert (second.folder / "log.jsonl").read_text() == "step 1\nstep 2\nstep 3\nstep 4\n"
-    assert second.remote.fs.cat_file(second.remote._at("log.jsonl")).decode().endswith("step 3\nstep 4\n")
+    log = "".join(line(step, "first" if step < 4 else "second") for step in (1, 2, 3, 4))
+    assert (second.folder / "log.jsonl").read_text() == second.remote.read("log.jsonl") == log
     assert not Local(tmp_path / "second", url).came  # all of it is here
 
 
@@ -147,7 +157,7 @@ def test_half_an_upload_is_no_checkpoint(tmp_path: Path) -> None:
     assert "checkpoints/step_2/actor/weights" in run.remote.files()
     assert complete_steps(run.remote.files()) == [1]
     fresh = Checkpoints(tmp_path / "fresh" / "checkpoints", 2)
-    assert bring_down(run.remote, fresh, lambda text: None) and fresh.complete() == [1]
+    assert bring_down(run.remote, fresh, print, print) and fresh.complete() == [1]
     run.close(limit_s=0.2)
     assert run.warnings[1:] == [
         f"not up at failing://bucket/run: checkpoints/step_2; they are in {run.folder}, and the same command sends them"
@@ -172,7 +182,7 @@ def test_logs_are_up_before_the_checkpoint_that_needs_them(tmp_path: Path) -> No
     run.close()
     assert complete_steps(run.remote.files()) == [1]
     assert run.warnings[-1] == "failing://bucket/run has everything again"
-    assert run.remote.read("log.jsonl") == "step 1\n"
+    assert run.remote.read("log.jsonl") == line(1, "run")
 
 
 def test_a_file_that_cannot_go_up_does_not_hold_up_checkpoints(tmp_path: Path) -> None:
@@ -234,7 +244,8 @@ def test_what_may_go() -> None:
     files = [f"checkpoints/step_{step}/trainer.json" for step in (2, 10, 9)]
     files += ["checkpoints/step_11/actor/weights", "checkpoints/best", "log.jsonl"]
     assert complete_steps(files) == [2, 9, 10]
-    assert superfluous(files, 1, "step_2") == ["step_11", "step_9"]
+    assert superfluous(files, [2, 9, 10], 1, "step_2") == ["step_11", "step_9"]
+    assert superfluous(files, [2, 9], 1, "none") == ["step_10", "step_11", "step_2"]  # 10 lacks something
 
 
 def test_a_place_that_hangs_or_refuses_is_named(tmp_path: Path) -> None:
@@ -245,6 +256,141 @@ def test_a_place_that_hangs_or_refuses_is_named(tmp_path: Path) -> None:
         RemoteFolder.reached(f"file://{tmp_path}/file/run")
     remote = RemoteFolder.reached("memory://bucket/run")
     assert remote.files() == {}
+
+
+def test_a_working_folder_on_the_place_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "place")
+    for folder, how in (("place", "is"), ("link", "is"), ("link/in", "lies in"), (".", "is around")):
+        with pytest.raises(
+            RemoteError, match=rf"run.dir: file://.*/place: the working folder .* {how} that place, and"
+        ):
+            Local(tmp_path / folder, f"file://{tmp_path}/place")
+    assert not list((tmp_path / "place").rglob("*.owner"))
+    assert not overlap(f"file://{tmp_path}/place", tmp_path / "place2")
+
+
+def test_what_never_was_in_the_run_goes(tmp_path: Path, url: str) -> None:
+    """One dies in step 2, another takes over there; the first comes back with its own rollouts of step 2 and log."""
+    first = Local(tmp_path / "first", url, keep=5)
+    first.step(1)
+    first.close()
+    stale = first.folder / "rollouts/step_2.parquet"
+    stale.write_text("rows X")  # as long as what the other writes
+    (first.folder / "log.jsonl").open("a").write(line(2, "first"))
+    second = Local(tmp_path / "second", url)
+    second.step(2)
+    second.step(3)
+    second.close()
+    back = Local(first.folder, url, keep=5)
+    assert back.came and back.checkpoints.complete() == [1, 3] and not stale.exists()
+    back.close()
+    assert back.remote.read("rollouts/step_2.parquet") == "rows 2"
+    assert back.remote.read("log.jsonl") == line(1, "first") + line(2, "second") + line(3, "second")
+
+
+def test_a_checkpoint_that_never_was_in_the_run_goes(tmp_path: Path) -> None:
+    first = Local(tmp_path / "first", "failing://bucket/run", keep=5)
+    first.step(1)
+    first.close()
+    away = Local(tmp_path / "away", "failing://bucket/run")
+    FailingFileSystem.broken.add("step_2")
+    away.step(2)
+    away.close(limit_s=0.2)
+    FailingFileSystem.broken.clear()
+    second = Local(tmp_path / "second", "failing://bucket/run")
+    for step in (2, 3):
+        second.step(step)
+    second.close()
+    back = Local(away.folder, "failing://bucket/run")
+    assert back.came and back.checkpoints.complete() == [1, 3]
+    back.close()
+
+
+def test_a_rollout_that_changed_here_goes_up_anew(tmp_path: Path, url: str) -> None:
+    run = Local(tmp_path / "run", url)
+    run.step(1)
+    run.step(2)
+    run.close()
+    (run.folder / "rollouts/step_1.parquet").write_text("rows X")
+    sent = run.remote._at("rollouts/step_2.parquet")
+    run.remote.fs.pipe_file(sent, b"rows Y")  # of the same length: seen to be sent
+    again = Local(run.folder, url)
+    again.close()
+    assert again.remote.read("rollouts/step_1.parquet") == "rows X"
+    assert again.remote.read("rollouts/step_2.parquet") == "rows Y"
+
+
+@pytest.mark.parametrize("ahead", [5, 2])
+def test_another_run_in_the_working_folder_is_refused(tmp_path: Path, ahead: int) -> None:
+    there = Local(tmp_path / "there", "memory://bucket/run")
+    for step in (1, 3):
+        there.step(step)
+    there.close()
+    other = Local(tmp_path / "other", "memory://bucket/other")
+    for step in (1, ahead):
+        other.step(step)
+    other.close()
+    before = {path: path.read_bytes() for path in other.folder.rglob("*") if path.is_file()}
+    with pytest.raises(
+        RemoteError, match=r"memory://bucket/run has another run than .*/other: they differ from step 1"
+    ):
+        Local(other.folder, "memory://bucket/run")
+    assert {path: path.read_bytes() for path in other.folder.rglob("*") if path.is_file()} == before
+    assert complete_steps(there.remote.files()) == [1, 3]
+
+
+def test_where_two_logs_part() -> None:
+    ours, theirs = ("".join(line(step, by) for step, by in enumerate(bys)) for bys in ("aabb", "aacc"))
+    assert [first_difference(ours, theirs, last) for last in (1, 2, 3)] == [None, 2, 2]
+    assert first_difference(ours, "", 3) is None
+    assert first_difference(ours, theirs[:-9], 1) is None  # a torn line
+
+
+def test_a_file_system_that_is_gone_for_a_while(tmp_path: Path) -> None:
+    run = Local(tmp_path / "run", f"file://{tmp_path}/mount/run")
+    run.step(1)
+    until(lambda: complete_steps(run.remote.files()) == [1])
+    (tmp_path / "mount").rename(tmp_path / "unmounted")
+    (tmp_path / "mount").mkdir()
+    until(lambda: run.uploads._news)
+    run.step(2)
+    shutil.rmtree(tmp_path / "mount")
+    (tmp_path / "unmounted").rename(tmp_path / "mount")
+    run.close()
+    assert "failed (OwnerMissing: what was written there (.owner) is gone: mount it again; or" in run.warnings[0]
+    assert run.warnings[1:] == [f"file://{tmp_path}/mount/run has everything again"]
+    assert complete_steps(run.remote.files()) == [1, 2]
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "trainer.json is missing, empty or damaged": lambda folder: (folder / "trainer.json").write_text(""),
+    "actor/weights is missing": lambda folder: (folder / "actor/weights").unlink(),
+    "actor/weights has 4 bytes of 12": lambda folder: os.truncate(folder / "actor/weights", 4),
+    ".files.json is missing, empty or damaged": lambda folder: (folder / ".files.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_checkpoint_that_is_not_whole_there_is_left_out(tmp_path: Path, damage: str) -> None:
+    url, place = f"file://{tmp_path}/url", tmp_path / "url/checkpoints"
+    first = Local(tmp_path / "first", url)
+    for step in (1, 9):
+        first.step(step)
+        until(lambda step=step: step in complete_steps(first.remote.files()))
+    first.close()
+    DAMAGES[damage](place / "step_9")
+    second = Local(tmp_path / "second", url, keep=1)
+    assert second.came and second.checkpoints.complete() == [1]
+    assert second.warnings == [f"{url}: the checkpoint of step 9 is not whole ({damage}), and is left out"]
+    second.step(2)
+    second.close()
+    assert complete_steps(second.remote.files()) == [2]  # and not the other, which is of a later step
+    DAMAGES[damage](place / "step_2")
+    with pytest.raises(RemoteError, match=r"the checkpoint of step 2 is not whole \(.*\): bring back what is missing"):
+        Local(tmp_path / "third", url)
+    again = Local(second.folder, url)  # which has it
+    again.close()
+    assert not again.came and again.remote.whole_steps(again.remote.files()) == [2]
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -291,6 +437,37 @@ def test_report_of_a_url(work: Path, capsys: pytest.CaptureFixture[str]) -> None
     ]
     with pytest.raises(RemoteError, match=r"memory://bucket/run: there is no complete checkpoint"):
         local_folder("memory://bucket/run", print, with_checkpoint=True)
+    assert not Path("runs/memory/bucket/none").exists()
+
+
+def test_a_report_sees_what_came_after_a_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Local(tmp_path / "run", "memory://bucket/run")
+    run.step(1)
+    run.close()
+    here = local_folder("memory://bucket/run", print, with_checkpoint=True)
+    assert (here / "log.jsonl").read_text() == line(1, "run")
+    again = Local(run.folder, "memory://bucket/run")
+    again.step(2)
+    again.close()
+    assert local_folder("memory://bucket/run", print) == here
+    assert (here / "log.jsonl").read_text() == line(1, "run") + line(2, "run")
+    longer = (here / "log.jsonl").read_text() + line(3, "run")  # a run worked here, and is not up
+    (here / "log.jsonl").write_text(longer)
+    local_folder("memory://bucket/run", print)
+    assert (here / "log.jsonl").read_text() == longer
+
+
+def test_a_place_that_does_not_answer_is_not_an_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def refused(*args: Any, **options: Any) -> None:
+        raise ConnectionRefusedError("no such host")
+
+    monkeypatch.setattr(FailingFileSystem, "ls", refused)
+    with pytest.raises(RemoteError, match=r"failing://a/b: cannot be read \(ConnectionRefusedError: no such host\)"):
+        local_folder("failing://a/b", print, with_checkpoint=True)
+    assert not Path("runs").exists()
 
 
 @pytest.fixture
@@ -308,9 +485,20 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
         (["run.dir=file:///a/../b"], "run.dir: file:///a/../b names no folder: give PROTOCOL://PATH"),
         (["run.work_dir=here"], "run.work_dir: here is for a run.dir that is a URL, and run is a folder"),
         (["run.dir=memory://a/b", "run.work_dir=score.py/x"], "run.work_dir: score.py/x: "),
+        (["run.dir=memory://a/b", "run.work_dir=s3://c"], "run.work_dir: s3://c is a URL: give a folder here"),
+        (["run.dir=https://a/b"], "run.dir: https:// cannot be written: give a folder here, or a URL of, for"),
+        (["run.dir=zip://a/b"], "run.dir: zip:// cannot be written: "),
+        (["run.dir=simplecache://a/b"], "run.dir: simplecache:// is no place of its own: "),
+        (["run.dir=file:///proc/x"], "run.dir: /proc/x: /proc is not writable: choose another folder"),
+        (["run.dir=s3:/bucket/x"], "run.dir: s3:/bucket/x is neither a URL nor a folder: did you mean s3://bucket/x?"),
+        (["run.dir=file://here", "run.work_dir=here"], "run.dir: file://here: the working folder here is that place"),
+        (["run.dir=file://here", "run.work_dir=here/a"], "run.dir: file://here: the working folder here/a lies in"),
     ],
 )
 def test_check(project: Project, overrides: list[str], error: str) -> None:
     (found,) = project.report(*overrides).errors
     assert found.startswith(error)
-    assert not project.report("run.dir=memory://bucket/run", "run.work_dir=here").errors
+    memory = project.report("run.dir=memory://bucket/run", "run.work_dir=here")
+    assert not memory.errors and memory.warnings == (
+        "run.dir: memory://bucket/run is memory of this process, and vanishes with it: give a place that stays",
+    )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from megappo.check.findings import Advice, done, shown, under
-from megappo.check.remote_folder import remote_folder_findings
+from megappo.check.remote_folder import local_place, remote_folder_findings
+from megappo.checkpoints import STATE_NAME
 from megappo.config import Config, ConfigError, RunConfig, load_config
 
 FIXED_ON_RESUME = (
@@ -73,6 +75,8 @@ def place_findings(run: RunConfig) -> Iterator[str]:
     """Where any run leaves things: its folder, here and away from here, and its trackers."""
     yield from remote_folder_findings(run)
     yield from under("run.work_dir" if run.work_dir else "run.dir", run_folder_problems(run.folder))
+    if run.is_remote and (place := local_place(run.dir)):
+        yield from under("run.dir", run_folder_problems(place))
     for tracker in run.trackers:
         if not is_installed(tracker):
             package = TRACKER_PACKAGES.get(tracker, tracker)
@@ -104,14 +108,25 @@ def run_folder_problems(folder: Path) -> Iterator[str]:
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not nearest.is_dir():
         yield f"{folder}: {nearest} is a file: choose another folder"
-    elif not os.access(nearest, os.W_OK | os.X_OK):
+    elif not _takes_files(nearest):
         yield f"{folder}: {nearest} is not writable: choose another folder, or change its permissions"
+
+
+def _takes_files(folder: Path) -> bool:
+    """Whether a file can be made there, which leaves nothing: permissions alone let root write into /proc."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return False
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
     """Steps of a run's complete checkpoints, ascending."""
     try:
-        names = [path.name for path in (folder / "checkpoints").iterdir() if path.is_dir()]
+        names = [path.name for path in (folder / "checkpoints").iterdir() if (path / STATE_NAME).is_file()]
     except OSError:
         return []
     return sorted(int(match[1]) for match in map(re.compile(r"step_(\d+)").fullmatch, names) if match)

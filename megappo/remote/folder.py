@@ -1,17 +1,20 @@
 """A run's folder behind a URL, by fsspec: what is in it, and which checkpoints of it are complete.
 
-A checkpoint is complete once its last file, the trainer's state, is up; it is the first to go when one is removed.
+A checkpoint is complete once its last file, the trainer's state, is up; it is the first to go when one is removed. The
+last but one is the list of all others and their sizes, by which is seen whether it is still whole.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fsspec.core import url_to_fs
 
@@ -19,7 +22,11 @@ from megappo.checkpoints import BEST, PARTIAL, STATE_NAME, step_of
 
 OWNER_NAME = ".owner"
 """Who writes to the folder: the last one who came."""
+MANIFEST_NAME = ".files.json"
+"""In a checkpoint there: bytes of each of its files but the trainer's state."""
 CHECKPOINTS = "checkpoints"
+UNKNOWN = -1
+"""Bytes of a file whose size the file system does not tell."""
 ANSWER_S = 120.0
 """Seconds in which a remote folder must take one small file."""
 
@@ -28,6 +35,10 @@ Result = TypeVar("Result")
 
 class RemoteError(ValueError):
     """The remote folder cannot be used."""
+
+
+class OwnerMissing(OSError):
+    """Nobody owns the remote folder: its files are gone, for good or until the file system is back."""
 
 
 class TakenOver(RuntimeError):
@@ -73,11 +84,15 @@ class RemoteFolder:
             ) from error
 
     def files(self) -> dict[str, int]:
-        """Bytes of each file."""
+        """Bytes of each file, or UNKNOWN."""
         self.fs.invalidate_cache()
         found = self.fs.find(self.root, detail=True)
+        if not found:  # of a place that does not answer, too
+            with contextlib.suppress(FileNotFoundError):
+                self.fs.ls(self.root, detail=False)
         start = len(self.root.rstrip("/")) + 1
-        return {name[start:]: int(info.get("size") or 0) for name, info in found.items()}
+        sizes = {name[start:]: info.get("size") for name, info in found.items()}
+        return {name: UNKNOWN if size is None else int(size) for name, size in sizes.items()}
 
     def put(self, path: Path, name: str) -> None:
         """Copy one file there; whoever reads it gets all of the old or of the new one."""
@@ -88,12 +103,29 @@ class RemoteFolder:
     def put_checkpoint(self, folder: Path) -> None:
         """Copy a checkpoint there, the trainer's state last."""
         self.remove_checkpoint(folder.name)  # what is left of one that broke off
-        paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        state = folder / STATE_NAME
-        data = [path for path in paths if path != state]
-        names = [self._at(f"{CHECKPOINTS}/{folder.name}/{path.relative_to(folder).as_posix()}") for path in data]
-        self._put(data, names)
-        self._put([state], [self._at(f"{CHECKPOINTS}/{folder.name}/{STATE_NAME}")])
+        below, state = f"{CHECKPOINTS}/{folder.name}/", folder / STATE_NAME
+        paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != state]
+        data = {path.relative_to(folder).as_posix(): path for path in paths}
+        self._put(paths, [self._at(below + name) for name in data])
+        self.write(below + MANIFEST_NAME, json.dumps({name: path.stat().st_size for name, path in data.items()}))
+        self._put([state], [self._at(below + STATE_NAME)])
+
+    def damage(self, step: int, files: Mapping[str, int]) -> str:
+        """What a complete checkpoint among the files lacks of what went up; empty if it is whole."""
+        below = f"{CHECKPOINTS}/step_{step}/"
+        state, sizes = (_parsed(self.read(below + name)) for name in (STATE_NAME, MANIFEST_NAME))
+        if state is None or sizes is None:
+            return f"{STATE_NAME if state is None else MANIFEST_NAME} is missing, empty or damaged"
+        for name, size in sizes.items():
+            if (found := files.get(below + name)) is None:
+                return f"{name} is missing"
+            if found not in (size, UNKNOWN):
+                return f"{name} has {found:,} bytes of {size:,}"
+        return ""
+
+    def whole_steps(self, files: Mapping[str, int]) -> list[int]:
+        """Steps of the complete checkpoints among the files that are whole, ascending."""
+        return [step for step in complete_steps(files) if not self.damage(step, files)]
 
     def remove_checkpoint(self, name: str) -> None:
         """Remove a checkpoint, or what there is of it, the trainer's state first."""
@@ -134,9 +166,14 @@ class RemoteFolder:
 
         Raises:
             TakenOver: somebody has; says who.
+            OwnerMissing: there is no claim at all, as where a file system is not mounted.
         """
-        if (owner := self.read(OWNER_NAME)) != claim:
-            raise TakenOver(owner.rpartition(",")[0] or "somebody who removed what was there")
+        if not (owner := self.read(OWNER_NAME)):
+            raise OwnerMissing(
+                f"what was written there ({OWNER_NAME}) is gone: mount it again; or, if it was removed, start again"
+            )
+        if owner != claim:
+            raise TakenOver(owner.rpartition(",")[0])
 
     def _at(self, name: str) -> str:
         return f"{self.root.rstrip('/')}/{name}"
@@ -152,6 +189,14 @@ class RemoteFolder:
                 self.fs.makedirs(parent, exist_ok=True)
 
 
+def _parsed(text: str) -> dict[str, Any] | None:
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        return None
+    return parsed if isinstance(parsed, dict) else None
+
+
 def complete_steps(files: Iterable[str]) -> list[int]:
     """Steps of the complete checkpoints among the files of a remote folder, ascending."""
     parts = [name.split("/") for name in files]
@@ -159,11 +204,16 @@ def complete_steps(files: Iterable[str]) -> list[int]:
     return sorted(step for step in found if step is not None)
 
 
-def superfluous(files: Iterable[str], keep: int, best: str) -> list[str]:
-    """Names of checkpoints that may go: incomplete ones, and complete ones but for the last few and the best."""
-    files = list(files)
+def superfluous(files: Iterable[str], whole: list[int], keep: int, best: str) -> list[str]:
+    """Names of checkpoints among the files that may go: all but the last few that are whole, and the best.
+
+    Args:
+        whole: steps of the checkpoints that are whole, ascending.
+        keep: number of those that stay.
+        best: name of one that stays too.
+    """
     names = {name.split("/")[1] for name in files if name.startswith(f"{CHECKPOINTS}/") and name.count("/") > 1}
-    kept = {f"step_{step}" for step in complete_steps(files)[-keep:]} | {best, BEST}
+    kept = {f"step_{step}" for step in whole[-keep:]} | {best, BEST}
     return sorted(names - kept)
 
 

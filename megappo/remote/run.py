@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from megappo.check.findings import Advice
 from megappo.checkpoints import Checkpoints
 from megappo.config import RunConfig
-from megappo.remote.down import bring_down
+from megappo.remote.down import bring_down, refuse_overlap
 from megappo.remote.folder import RemoteError, RemoteFolder
 from megappo.remote.uploads import Uploads
 from megappo.report.console import Console
@@ -31,7 +31,7 @@ class RemoteSide:
         findings: what ``megappo check`` has to say of what is in the working folder.
 
     Raises:
-        RemoteError: the URL cannot be written or read.
+        RemoteError: the URL cannot be written or read, is the working folder, or has another run than that.
         OtherRun: what came down is of a run that this one cannot go on with.
     """
 
@@ -42,9 +42,10 @@ class RemoteSide:
         self._uploads: Uploads | None = None
         if not run.is_remote:
             return
+        refuse_overlap(run.dir, run.folder)
         remote = RemoteFolder.reached(run.dir)
         try:
-            came = bring_down(remote, checkpoints, console.status)
+            came = bring_down(remote, checkpoints, console.status, console.warn)
         except OSError as error:
             raise RemoteError(f"run.dir: {run.dir} could not come down ({type(error).__name__}: {error})") from error
         if came and (problems := [line for line in findings() if not isinstance(line, Advice)]):

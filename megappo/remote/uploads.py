@@ -7,6 +7,7 @@ where the remote side is slow, what changed meanwhile goes with the next round, 
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megappo.checkpoints import BEST, PARTIAL, Checkpoints
-from megappo.remote.folder import CHECKPOINTS, RemoteFolder, TakenOver, complete_steps, superfluous
+from megappo.remote.folder import CHECKPOINTS, OwnerMissing, RemoteFolder, TakenOver, superfluous
 from megappo.run_lock import LOCK_NAME
 
 EVERY_S = 30.0
@@ -22,6 +23,8 @@ EVERY_S = 30.0
 MOST_S = 300.0
 SLOW_S = 600.0
 """One file may take so long until it is told."""
+SENT_NAME = ".sent.json"
+"""In the run's folder: the rollouts that are up, for the process after this one."""
 MOST_FAILURES = 3
 """Files of a round that may fail until all are taken to."""
 
@@ -50,7 +53,8 @@ class Uploads:
         self.folder, self.remote, self.checkpoints = folder.resolve(), remote, checkpoints
         self._claim, self._warn, self._every_s = remote.claim(), warn, every_s
         self._sent: dict[str, Stamp] = {}
-        self._complete: set[int] | None = None  # checkpoints there; not looked yet
+        self._remembered: dict[str, Stamp] = {}
+        self._complete: set[int] | None = None  # checkpoints that are whole there; not looked yet
         self._news: list[str] = []
         self._at: tuple[str, float] | None = None
         self._told_slow = ""
@@ -123,7 +127,11 @@ class Uploads:
                 return
 
     def _round(self) -> None:
-        self.remote.check_claim(self._claim)
+        try:
+            self.remote.check_claim(self._claim)
+        except OwnerMissing:  # what was sent lately may be gone as well
+            self._complete, self._sent = None, {}
+            raise
         if self._complete is None:
             self._look()
         steps = self._wanted()  # before the logs: these have all that came before the checkpoints
@@ -140,16 +148,25 @@ class Uploads:
         if not any(_is_needed(name) for name, _ in failures) and len(failures) < MOST_FAILURES:
             for step in steps:
                 self._send_checkpoint(step)
+        self._remember()
         if failures:
             raise failures[0][1]
 
     def _look(self) -> None:
-        """What an earlier process has sent: rollouts are as they were where they are as long."""
-        files = self.remote.files()
+        """What an earlier process has sent: rollouts that have changed neither here nor, by their size, there."""
+        files, remembered = self.remote.files(), remembered_rollouts(self.folder, self.remote.url)
         for name, stamp in self._changed():
-            if name.startswith("rollouts/") and files.get(name) == stamp[0]:
+            if remembered.get(name) == stamp and files.get(name) == stamp[0]:
                 self._sent[name] = stamp
-        self._complete = set(complete_steps(files))
+        self._complete = set(self.remote.whole_steps(files))
+
+    def _remember(self) -> None:
+        sent = {name: stamp for name, stamp in self._sent.items() if name.startswith("rollouts/")}
+        if sent != self._remembered:
+            partial = self.folder / f"{SENT_NAME}{PARTIAL}"
+            partial.write_text(json.dumps({"url": self.remote.url, "rollouts": sent}))
+            partial.replace(self.folder / SENT_NAME)
+            self._remembered = sent
 
     def _send_checkpoint(self, step: int) -> None:
         assert self._complete is not None
@@ -173,9 +190,11 @@ class Uploads:
             self.remote.write(f"{CHECKPOINTS}/{BEST}", f"step_{best}\n")
         spared = self.remote.read(f"{CHECKPOINTS}/{BEST}").strip()  # by a machine before this one, perhaps
         files = self.remote.files()
-        for name in superfluous(files, self.checkpoints.keep, spared):
+        whole = self.remote.whole_steps(files)
+        gone = superfluous(files, whole, self.checkpoints.keep, spared)
+        for name in gone:
             self.remote.remove_checkpoint(name)
-        self._complete = set(complete_steps(self.remote.files()))
+        self._complete = {step for step in whole if f"step_{step}" not in gone}
 
     def _send(self, name: str, send: Callable[[], None]) -> None:
         self._at = name, time.monotonic()
@@ -211,8 +230,17 @@ def _files(folder: Path) -> Iterator[Path]:
         folders.sort()
         for name in sorted(names):
             path = Path(at, name)
-            if name != LOCK_NAME and not name.endswith((PARTIAL, ".tmp")) and not path.is_symlink():
+            if name not in (LOCK_NAME, SENT_NAME) and not name.endswith((PARTIAL, ".tmp")) and not path.is_symlink():
                 yield path
+
+
+def remembered_rollouts(folder: Path, url: str) -> dict[str, Stamp]:
+    """The rollouts in a run's folder that an earlier process has sent to the URL, as they were then."""
+    try:
+        stored = json.loads((folder / SENT_NAME).read_text())
+        return {name: (size, at) for name, (size, at) in stored["rollouts"].items()} if stored["url"] == url else {}
+    except (OSError, ValueError, KeyError):  # there is none, or half of one: all of them go up again
+        return {}
 
 
 def _is_needed(name: str) -> bool:
