@@ -123,10 +123,9 @@ def test_everything_goes_up_and_the_newest_comes_down(tmp_path: Path, url: str) 
     assert first.warnings == []
     names = first.remote.files()
     data = [f"checkpoints/step_{step}/{name}" for step in (1, 3) for name in ("actor/weights", "trainer.json")]
-    manifests = [f"checkpoints/step_{step}/.files.json" for step in (1, 3)]
     rollouts = [f"rollouts/step_{step}.parquet" for step in (1, 2, 3)]
     records = ["config.yaml", "log.jsonl", "tensorboard/events"]
-    assert sorted(names) == sorted([".owner", "checkpoints/best", *data, *manifests, *rollouts, *records])
+    assert sorted(names) == sorted([".owner", "checkpoints/best", *data, *rollouts, *records])
     assert first.remote.read("checkpoints/best") == "step_1\n"
 
     second = Local(tmp_path / "second", url, keep=1)
@@ -343,6 +342,7 @@ def test_where_two_logs_part() -> None:
     ours, theirs = ("".join(line(step, by) for step, by in enumerate(bys)) for bys in ("aabb", "aacc"))
     assert [first_difference(ours, theirs, last) for last in (1, 2, 3)] == [None, 2, 2]
     assert first_difference(ours, "", 3) is None
+    assert first_difference(line(5, "a"), theirs, 3) == 0
     assert first_difference(ours, theirs[:-9], 1) is None  # a torn line
 
 
@@ -363,10 +363,9 @@ def test_a_file_system_that_is_gone_for_a_while(tmp_path: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], Any]] = {
-    "trainer.json is missing, empty or damaged": lambda folder: (folder / "trainer.json").write_text(""),
+    "trainer.json is empty or damaged": lambda folder: (folder / "trainer.json").write_text(""),
     "actor/weights is missing": lambda folder: (folder / "actor/weights").unlink(),
     "actor/weights has 4 bytes of 12": lambda folder: os.truncate(folder / "actor/weights", 4),
-    ".files.json is missing, empty or damaged": lambda folder: (folder / ".files.json").unlink(),
 }
 
 

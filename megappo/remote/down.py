@@ -10,7 +10,7 @@ from pathlib import Path
 from megappo.check.remote_folder import overlap
 from megappo.checkpoints import PARTIAL, STATE_NAME, UNVALIDATED, Checkpoints, sync_tree
 from megappo.config.run import working_folder
-from megappo.remote.folder import CHECKPOINTS, MANIFEST_NAME, OWNER_NAME, RemoteError, RemoteFolder, complete_steps
+from megappo.remote.folder import CHECKPOINTS, OWNER_NAME, RemoteError, RemoteFolder, complete_steps
 from megappo.remote.uploads import SENT_NAME
 from megappo.report.run_log import LOG_NAME, SAMPLES_NAME
 from megappo.run_lock import RunInUse, RunLock
@@ -49,7 +49,7 @@ def bring_down(
         return False
     name = f"step_{newest}"
     below = f"{CHECKPOINTS}/{name}/"
-    wanted = [file for file in files if file.startswith(below) and file != below + MANIFEST_NAME]
+    wanted = [file for file in files if file.startswith(below)]
     size = sum(files[file] for file in wanted)
     say(f"the checkpoint of step {newest} ({size / 1e9:.1f} GB) comes down from {remote.url}")
     coming, records = (checkpoints.folder / f"{name}.{part}{PARTIAL}" for part in ("coming", "records"))
@@ -115,18 +115,18 @@ def refuse_overlap(url: str, folder: Path) -> None:
 
 def first_difference(here: str, there: str, last: int) -> int | None:
     """First step, up to the last, of which two logs have other lines; None if there is none, or one log is empty."""
-    ours, theirs = _lines(here, last), _lines(there, last)
+    ours, theirs = _lines(here), _lines(there)
     if not ours or not theirs:
         return None
-    return min((step for step in ours.keys() | theirs.keys() if ours.get(step) != theirs.get(step)), default=None)
+    steps = sorted(step for step in ours.keys() | theirs.keys() if step <= last)
+    return next((step for step in steps if ours.get(step) != theirs.get(step)), None)
 
 
-def _lines(log: str, last: int) -> dict[int, str]:
+def _lines(log: str) -> dict[int, str]:
     lines: dict[int, str] = {}
     for line in log.splitlines():
         try:
-            if (step := json.loads(line)["step"]) <= last:
-                lines[step] = line
+            lines[int(json.loads(line)["step"])] = line
         except (ValueError, TypeError, KeyError):  # a torn last line
             continue
     return lines
@@ -151,7 +151,7 @@ def _parting(remote: RemoteFolder, checkpoints: Checkpoints, newest: int) -> int
     last = min(here[-1], newest) - any(f'"{UNVALIDATED}"' in state for state in states)
     ours, theirs = log.read_text(), remote.read(LOG_NAME)
     parted = first_difference(ours, theirs, last)
-    if parted is not None and parted == min(_lines(ours, last).keys() | _lines(theirs, last).keys()):
+    if parted is not None and parted == min(_lines(ours).keys() | _lines(theirs).keys()):
         raise _other_run(remote.url, checkpoints.folder.parent, parted)
     return parted
 

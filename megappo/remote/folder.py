@@ -1,7 +1,7 @@
 """A run's folder behind a URL, by fsspec: what is in it, and which checkpoints of it are complete.
 
-A checkpoint is complete once its last file, the trainer's state, is up; it is the first to go when one is removed. The
-last but one is the list of all others and their sizes, by which is seen whether it is still whole.
+A checkpoint is complete once its last file, the trainer's state, is up; it is the first to go when one is removed. It
+holds the sizes of all others, by which is seen whether the checkpoint is still whole.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fsspec.core import url_to_fs
 
-from megappo.checkpoints import BEST, PARTIAL, STATE_NAME, step_of
+from megappo.checkpoints import BEST, FILES, PARTIAL, STATE_NAME, step_of
 
 OWNER_NAME = ".owner"
 """Who writes to the folder: the last one who came."""
-MANIFEST_NAME = ".files.json"
-"""In a checkpoint there: bytes of each of its files but the trainer's state."""
 CHECKPOINTS = "checkpoints"
 UNKNOWN = -1
 """Bytes of a file whose size the file system does not tell."""
@@ -105,17 +103,16 @@ class RemoteFolder:
         self.remove_checkpoint(folder.name)  # what is left of one that broke off
         below, state = f"{CHECKPOINTS}/{folder.name}/", folder / STATE_NAME
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != state]
-        data = {path.relative_to(folder).as_posix(): path for path in paths}
-        self._put(paths, [self._at(below + name) for name in data])
-        self.write(below + MANIFEST_NAME, json.dumps({name: path.stat().st_size for name, path in data.items()}))
+        self._put(paths, [self._at(below + path.relative_to(folder).as_posix()) for path in paths])
         self._put([state], [self._at(below + STATE_NAME)])
 
     def damage(self, step: int, files: Mapping[str, int]) -> str:
-        """What a complete checkpoint among the files lacks of what went up; empty if it is whole."""
+        """What a complete checkpoint among the files lacks of what its state lists; empty if it is whole."""
         below = f"{CHECKPOINTS}/step_{step}/"
-        state, sizes = (_parsed(self.read(below + name)) for name in (STATE_NAME, MANIFEST_NAME))
-        if state is None or sizes is None:
-            return f"{STATE_NAME if state is None else MANIFEST_NAME} is missing, empty or damaged"
+        try:
+            sizes = json.loads(self.read(below + STATE_NAME)).get(FILES, {})
+        except (ValueError, AttributeError):
+            return f"{STATE_NAME} is empty or damaged"
         for name, size in sizes.items():
             if (found := files.get(below + name)) is None:
                 return f"{name} is missing"
@@ -187,14 +184,6 @@ class RemoteFolder:
         if self.root.startswith("/"):
             for parent in sorted({os.path.dirname(name) for name in names}):
                 self.fs.makedirs(parent, exist_ok=True)
-
-
-def _parsed(text: str) -> dict[str, Any] | None:
-    try:
-        parsed = json.loads(text)
-    except ValueError:
-        return None
-    return parsed if isinstance(parsed, dict) else None
 
 
 def complete_steps(files: Iterable[str]) -> list[int]:
