@@ -324,6 +324,7 @@ def test_another_run_in_the_working_folder_is_refused(tmp_path: Path, ahead: int
     there = Local(tmp_path / "there", "memory://bucket/run")
     for step in (1, 3):
         there.step(step)
+        until(lambda step=step: step in complete_steps(there.remote.files()))
     there.close()
     other = Local(tmp_path / "other", "memory://bucket/other")
     for step in (1, ahead):
@@ -355,8 +356,10 @@ def test_a_file_system_that_is_gone_for_a_while(tmp_path: Path) -> None:
     until(lambda: run.uploads._news)
     run.step(2)
     shutil.rmtree(tmp_path / "mount")
+    (tmp_path / "unmounted/run/rollouts/step_1.parquet").unlink()  # as if it had gone up when nothing was mounted
     (tmp_path / "unmounted").rename(tmp_path / "mount")
     run.close()
+    assert run.remote.read("rollouts/step_1.parquet") == "rows 1"
     assert "failed (OwnerMissing: what was written there (.owner) is gone: mount it again; or" in run.warnings[0]
     assert run.warnings[1:] == [f"file://{tmp_path}/mount/run has everything again"]
     assert complete_steps(run.remote.files()) == [1, 2]
@@ -455,6 +458,9 @@ def test_a_report_sees_what_came_after_a_conversion(tmp_path: Path, monkeypatch:
     (here / "log.jsonl").write_text(longer)
     local_folder("memory://bucket/run", print)
     assert (here / "log.jsonl").read_text() == longer
+    run.remote.write("log.jsonl", line(1, "other"))
+    with pytest.raises(RemoteError, match=r"memory://bucket/run has another run than .*: they differ from step 1 on"):
+        local_folder("memory://bucket/run", print)
 
 
 def test_a_place_that_does_not_answer_is_not_an_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
