@@ -192,7 +192,9 @@ def test_a_run_is_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     run(folder, tmp_path / "checkpoint")
     shutil.rmtree(tmp_path / "checkpoint/huggingface")
     for step in (1, 10):
-        shutil.copytree(tmp_path / "checkpoint", tmp_path / "run/checkpoints" / f"step_{step}" / "critic")
+        held = tmp_path / "run/checkpoints" / f"step_{step}"
+        shutil.copytree(tmp_path / "checkpoint", held / "critic")
+        (held / "trainer.json").write_text("{}")  # without which it is not complete
     shutil.copy("config.yaml", "run/config.yaml")
     (tmp_path / "run/checkpoints/step_1/critic/.metadata").unlink()
     run(tmp_path / "run", tmp_path / "back", role="critic")
