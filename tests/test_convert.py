@@ -338,6 +338,7 @@ def test_wrong_folders_are_named_with_the_way_out(tmp_path: Path, capsys: pytest
     assert "lies in" in problems(folder, folder / "inside")
     for name in ("step_40", "step_60", "step_70.partial"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "trainer.json").write_text("{}")
     gone = problems(tmp_path / "checkpoints" / "step_20", out)
     assert gone.endswith("step_20: is not there (old ones go, see run.keep_checkpoints): there are step_40, step_60")
     capsys.readouterr()
