@@ -187,14 +187,19 @@ def test_the_command_without_slurm(
 
 
 @pytest.mark.parametrize(
-    "kind", [["slurm"], ["kuberay", "--image=i", "--claim=c", "--mount=/m"]], ids=lambda kind: kind[0]
+    ("kind", "words"),
+    [
+        (["slurm"], "/proc/x: /proc is not writable: "),  # the run's own folder, which the check looks at
+        (["kuberay", "--image=i", "--claim=c", "--mount=/m"], "/proc/x/launch cannot be written ("),
+    ],
+    ids=["slurm", "kuberay"],
 )
 def test_what_cannot_be_written_is_named(
-    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: list[str]
+    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: list[str], words: str
 ) -> None:
     monkeypatch.setenv("PATH", str(project.folder))
     assert cli.main(["launch", kind[0], "config.yaml", *kind[1:], "run.dir=/proc/x"]) == 2
-    assert "error: run.dir: /proc/x/launch cannot be written (" in capsys.readouterr().err
+    assert f"error: run.dir: {words}" in capsys.readouterr().err
     (project.folder / "file").touch()
     assert cli.main(["launch", kind[0], "config.yaml", *kind[1:], "--out=file/job"]) == 2
     assert "error: --out: file cannot be written (" in capsys.readouterr().err
