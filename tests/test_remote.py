@@ -2,105 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
-from small_project import Project, make_project
-from small_run import CONFIG, make_tiny_model
-from test_run_folder import config
+from remote_side import FailingFileSystem, Local, empty_memory, line, until  # noqa: F401 (a fixture)
 
-from megappo import cli
 from megappo.check.remote_folder import overlap
 from megappo.checkpoints import Checkpoints
-from megappo.data.arithmetic import write_arithmetic
-from megappo.remote.down import bring_down, first_difference, local_folder
+from megappo.remote.down import bring_down, first_difference
 from megappo.remote.folder import RemoteError, RemoteFolder, complete_steps, superfluous, within
-from megappo.remote.uploads import Uploads
-from megappo.run import Run
-from megappo.run_lock import RunLock
-
-
-class FailingFileSystem(MemoryFileSystem):
-    """Memory in which one may have uploads fail, or wait, by a part of their names."""
-
-    protocol = ("failing",)
-    store: ClassVar[dict[str, Any]] = {}
-    pseudo_dirs: ClassVar[list[str]] = [""]
-    broken: ClassVar[set[str]] = set()
-    put_names: ClassVar[list[str]] = []
-    gate: ClassVar[threading.Event] = threading.Event()
-
-    def put_file(self, lpath: str, rpath: str, *args: Any, **options: Any) -> None:
-        self.put_names.append(rpath.partition("/run/")[2])
-        if any(part in rpath for part in self.broken):
-            super().put_file(lpath, rpath, *args, **options)
-            self.store[rpath].truncate(1)  # what an upload that broke off may leave
-            raise ConnectionResetError("the connection broke")
-        if "slow" in Path(lpath).name:
-            assert self.gate.wait(60)
-        super().put_file(lpath, rpath, *args, **options)
-
-
-fsspec.register_implementation("failing", FailingFileSystem)
-
-
-@pytest.fixture(autouse=True)
-def empty_memory() -> Iterator[None]:
-    for kind in (MemoryFileSystem, FailingFileSystem):
-        kind.store.clear()
-        kind.pseudo_dirs[:] = [""]
-    FailingFileSystem.broken.clear()
-    FailingFileSystem.put_names.clear()
-    FailingFileSystem.gate.clear()
-    yield
-    FailingFileSystem.gate.set()
-
-
-def until(happened: Callable[[], Any], limit_s: float = 60) -> None:
-    deadline = time.monotonic() + limit_s
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def line(step: int, by: str) -> str:
-    """Of a log: no two runs have one that is the same, as it holds the time."""
-    return json.dumps({"step": step, "time": by, "metrics": {}}) + "\n"
-
-
-class Local:
-    """A run's folder, written as a run writes it, and its uploads."""
-
-    def __init__(self, folder: Path, url: str, keep: int = 2, every_s: float = 0.01) -> None:
-        self.folder, self.warnings, self.said = folder, [], []
-        folder.mkdir(parents=True, exist_ok=True)
-        self.checkpoints = Checkpoints(folder / "checkpoints", keep)
-        self.remote = RemoteFolder(url)
-        self.came = bring_down(self.remote, self.checkpoints, self.said.append, self.warnings.append)
-        self.uploads = Uploads(folder, self.remote, self.checkpoints, self.warnings.append, every_s)
-
-    def step(self, step: int, best: int | None = None, file: str = "weights") -> None:
-        with (self.folder / "log.jsonl").open("a") as log:
-            log.write(line(step, self.folder.name))
-        rollouts = self.folder / "rollouts"
-        rollouts.mkdir(exist_ok=True)
-        (rollouts / f"step_{step}.parquet").write_text(f"rows {step}")
-        with self.checkpoints.writing(step, best) as folder:
-            (folder / "actor").mkdir()
-            (folder / "actor" / file).write_text(f"weights of {step}")
-            self.checkpoints.write_state(folder, {"step": step})
-
-    def close(self, limit_s: float = 60) -> None:
-        self.uploads.close(limit_s, self.said.append)
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -393,117 +309,3 @@ def test_a_checkpoint_that_is_not_whole_there_is_left_out(tmp_path: Path, damage
     again = Local(second.folder, url)  # which has it
     again.close()
     assert not again.came and again.remote.whole_steps(again.remote.files()) == [2]
-
-
-# --- runs ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    write_arithmetic(tmp_path / "data", train=20, validation=9, digits=1)
-    make_tiny_model().make_tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "config.yaml").write_text(CONFIG)
-    return tmp_path
-
-
-def test_a_run_refuses_what_came_down_if_it_is_of_another(work: Path) -> None:
-    url = "run.dir=memory://bucket/run"
-    with Run(config(url)) as run:
-        run.start_log(None)
-        run.log(1, {"actor/lr": 1.0})
-        with run.checkpoints.writing(1) as partial:
-            run.checkpoints.write_state(partial, {"step": 1})
-    assert run.folder == Path("runs/memory/bucket/run")
-    for file in ("log.jsonl", "config.yaml", "versions.json", "checkpoints/step_1/trainer.json"):
-        assert RemoteFolder("memory://bucket/run").read(file) == (run.folder / file).read_text()
-    with Run(config(url, "run.work_dir=elsewhere")) as again:
-        assert again.last_checkpoint == work / "elsewhere/checkpoints/step_1"
-    with pytest.raises(ValueError, match=r"run.seed: 4 differs from 3, with which the run in other began"):
-        Run(config(url, "run.work_dir=other", "run.seed=4"))
-    RunLock(Path("other")).release()
-
-
-def test_report_of_a_url(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    remote = RemoteFolder("memory://bucket/run")
-    remote.write("log.jsonl", '{"step": 1, "time": 0, "metrics": {"actor/lr": 1.0}}\n')
-    remote.write("rollouts/step_1.parquet", "large")
-    assert cli.main(["report", "memory://bucket/run"]) == 0
-    assert capsys.readouterr().out == "runs/memory/bucket/run/report.html\n"
-    assert not Path("runs/memory/bucket/run/rollouts").exists()
-    assert cli.main(["report", "memory://bucket/none"]) == 2
-    assert cli.main(["report", "--watch", "memory://bucket/run"]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "error: memory://bucket/none: has no log.jsonl: give the folder of a run (run.dir)",
-        "error: --watch: memory://bucket/run is a URL: give the folder in which the run works",
-    ]
-    with pytest.raises(RemoteError, match=r"memory://bucket/run: there is no complete checkpoint"):
-        local_folder("memory://bucket/run", print, with_checkpoint=True)
-    assert not Path("runs/memory/bucket/none").exists()
-
-
-def test_a_report_sees_what_came_after_a_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = Local(tmp_path / "run", "memory://bucket/run")
-    run.step(1)
-    run.close()
-    here = local_folder("memory://bucket/run", print, with_checkpoint=True)
-    assert (here / "log.jsonl").read_text() == line(1, "run")
-    again = Local(run.folder, "memory://bucket/run")
-    again.step(2)
-    again.close()
-    assert local_folder("memory://bucket/run", print) == here
-    assert (here / "log.jsonl").read_text() == line(1, "run") + line(2, "run")
-    longer = (here / "log.jsonl").read_text() + line(3, "run")  # a run worked here, and is not up
-    (here / "log.jsonl").write_text(longer)
-    local_folder("memory://bucket/run", print)
-    assert (here / "log.jsonl").read_text() == longer
-    run.remote.write("log.jsonl", line(1, "other"))
-    with pytest.raises(RemoteError, match=r"memory://bucket/run has another run than .*: they differ from step 1 on"):
-        local_folder("memory://bucket/run", print)
-
-
-def test_a_place_that_does_not_answer_is_not_an_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    def refused(*args: Any, **options: Any) -> None:
-        raise ConnectionRefusedError("no such host")
-
-    monkeypatch.setattr(FailingFileSystem, "ls", refused)
-    with pytest.raises(RemoteError, match=r"failing://a/b: cannot be read \(ConnectionRefusedError: no such host\)"):
-        local_folder("failing://a/b", print, with_checkpoint=True)
-    assert not Path("runs").exists()
-
-
-@pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
-    monkeypatch.chdir(tmp_path)
-    return make_project(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "error"),
-    [
-        (["run.dir=s4://bucket/run"], "run.dir: s4:// is no protocol that fsspec knows: known are, among others, s3,"),
-        (["run.dir=oss://b/run"], "run.dir: oss:// needs the package ossfs, which is not installed: pip install ossfs"),
-        (["run.dir=s3://"], "run.dir: s3:// names no folder: give PROTOCOL://PATH, as s3://bucket/run"),
-        (["run.dir=file:///a/../b"], "run.dir: file:///a/../b names no folder: give PROTOCOL://PATH"),
-        (["run.work_dir=here"], "run.work_dir: here is for a run.dir that is a URL, and run is a folder"),
-        (["run.dir=memory://a/b", "run.work_dir=score.py/x"], "run.work_dir: score.py/x: "),
-        (["run.dir=memory://a/b", "run.work_dir=s3://c"], "run.work_dir: s3://c is a URL: give a folder here"),
-        (["run.dir=https://a/b"], "run.dir: https:// cannot be written: give a folder here, or a URL of, for"),
-        (["run.dir=zip://a/b"], "run.dir: zip:// cannot be written: "),
-        (["run.dir=simplecache://a/b"], "run.dir: simplecache:// is no place of its own: "),
-        (["run.dir=file:///proc/x"], "run.dir: /proc/x: /proc is not writable: choose another folder"),
-        (["run.dir=s3:/bucket/x"], "run.dir: s3:/bucket/x is neither a URL nor a folder: did you mean s3://bucket/x?"),
-        (["run.dir=file://here", "run.work_dir=here"], "run.dir: file://here: the working folder here is that place"),
-        (["run.dir=file://here", "run.work_dir=here/a"], "run.dir: file://here: the working folder here/a lies in"),
-    ],
-)
-def test_check(project: Project, overrides: list[str], error: str) -> None:
-    (found,) = project.report(*overrides).errors
-    assert found.startswith(error)
-    memory = project.report("run.dir=memory://bucket/run", "run.work_dir=here")
-    assert not memory.errors and memory.warnings == (
-        "run.dir: memory://bucket/run is memory of this process, and vanishes with it: give a place that stays",
-    )
