@@ -67,9 +67,8 @@ class Endpoint:
             self._pace.message_bytes // item,
             self._pace.direct_bytes // item,
             transfer.phase,
-            may_be_direct=lambda copy: (
-                not isinstance(self._carriers.get(_peer(rank, copy)), SharedMemory | NcclTransport)
-            ),
+            # NCCL sees to it itself; what leaves a GPU over gloo is packed there, for one copy over the bus.
+            may_be_direct=lambda copy: on_host and not isinstance(self._carriers.get(_peer(rank, copy)), SharedMemory),
         )
 
     def sync(self, version: int, params: Mapping[str, torch.Tensor], passing: Passing | None = None) -> Receipt:
