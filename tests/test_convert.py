@@ -93,6 +93,22 @@ def test_there_and_back_is_byte_exact(tmp_path: Path, family: str, tied: bool) -
         assert (folder / name).read_bytes() == (tmp_path / "back" / name).read_bytes(), name
 
 
+def test_moving_bytes_takes_no_torch(tmp_path: Path) -> None:
+    """Its import takes longer than the conversion of many a model."""
+    folder = make(tmp_path / "model")
+    script = (
+        "import sys\n"
+        "from megappo.cli import main\n"
+        "model, checkpoint, back = sys.argv[1:]\n"
+        "assert main(['convert', model, checkpoint, '--tp', '2']) == main(['convert', checkpoint, back]) == 0\n"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    arguments = [str(folder), str(tmp_path / "checkpoint"), str(tmp_path / "back")]
+    subprocess.run([sys.executable, "-c", script, *arguments], env=environment, check=True)
+    assert_same_weights(folder, tmp_path / "back")
+
+
 def test_files_for_a_virtual_pipeline(tmp_path: Path) -> None:
     """Each stage's files have the layers of all its chunks."""
     folder = make(tmp_path / "model", num_hidden_layers=4)
@@ -210,7 +226,7 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(folder), str(checkpoint), "--tp", "2", "--verify"]) == 0
     out = capsys.readouterr().out
     assert "verified: all 27 tensors are equal, element by element; logits on random tokens differ by at most " in out
-    stored = read_chunks(checkpoint)[1][0].stored(checkpoint)
+    stored = read_chunks(checkpoint)[1][0].stored(checkpoint)[0]
     content = bytearray(stored.path.read_bytes())
     content[stored.position + 100] ^= 1
     stored.path.write_bytes(content)
@@ -229,7 +245,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(tmp_path: Path) -> 
         "copy, calls = to_megatron.copy_block, []\n"
         "def copy_block(*a):\n"
         "    calls.append(a)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL) if len(calls) == 9 else copy(*a)\n"
+        "    return os.kill(os.getpid(), signal.SIGKILL) if len(calls) == 9 else copy(*a)\n"
         "to_megatron.copy_block = copy_block\n"
         "from megappo.cli import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
@@ -357,6 +373,52 @@ def test_a_checkpoint_file_that_is_cut_short(tmp_path: Path) -> None:
     (file,) = (tmp_path / "checkpoint").glob("*.distcp")
     os.truncate(file, file.stat().st_size // 2)
     assert f"{file}: cannot be read at byte" in problems(tmp_path / "checkpoint", tmp_path / "back")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_damaged_values_are_all_named(tmp_path: Path, processes: int) -> None:
+    """As many bytes as there should be, but zeros: only the checksums tell."""
+    run(make(tmp_path / "model"), checkpoint := tmp_path / "checkpoint")
+    chunks = read_chunks(checkpoint)[1]
+    hurt = {
+        "decoder.final_layernorm.weight",
+        "decoder.layers.mlp.linear_fc1.weight",
+        "embedding.word_embeddings.weight",
+    }
+    for chunk in chunks:
+        if chunk.key in hurt and chunk.offset[0] == 0:
+            stored, saved = chunk.stored(checkpoint)
+            assert saved
+            with stored.path.open("rb+") as file:
+                file.seek(stored.position)
+                file.write(bytes(stored.num_bytes))
+    said = problems(checkpoint, tmp_path / "back", processes=processes)
+    (file,) = checkpoint.glob("*.distcp")
+    names = "embed_tokens", "layers.0.mlp.gate_proj", "layers.0.mlp.up_proj", "norm"
+    assert said.splitlines() == [
+        f"{file}: model.{name}.weight: is damaged (other bytes than were saved): copy the checkpoint again"
+        for name in names
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_saved_without_checksums(tmp_path: Path) -> None:
+    """torch.save leaves them out on demand."""
+    import torch.distributed.checkpoint as dcp
+
+    folder = make(tmp_path / "model")
+    run(folder, tmp_path / "checkpoint")
+    shapes, _ = read_chunks(tmp_path / "checkpoint")
+    whole = {key: torch.empty(shape, dtype=torch.bfloat16) for key, shape in shapes.items()}
+    dcp.load(whole, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    torch.serialization.set_crc32_options(False)
+    try:
+        dcp.save(whole, checkpoint_id=tmp_path / "plain", no_dist=True)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert {chunk.stored(tmp_path / "plain")[1] for chunk in read_chunks(tmp_path / "plain")[1]} == {0}
+    run(tmp_path / "plain", tmp_path / "back", model=str(folder))
+    assert_same_weights(folder, tmp_path / "back")
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

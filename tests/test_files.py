@@ -13,7 +13,8 @@ from tiny import make_model
 from megappo.layout.mesh import Layout
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
 from megappo.reshard.boxes import Box, megatron_boxes
-from megappo.reshard.files import block, load_weights, tensor_files
+from megappo.reshard.files import block, load_weights
+from megappo.reshard.safetensors_files import tensor_files
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -20,20 +20,14 @@ from megappo.convert.from_checkpoint import FromCheckpoint
 from megappo.convert.share import shared
 from megappo.models.lora import FILE, Lora, factor_names, is_trained
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
-from megappo.reshard.files import check_tensors
 from megappo.reshard.megatron_tensors import MegatronTensor
 from megappo.reshard.merge import merge
-from megappo.reshard.safetensors_files import Form, find_tensors, make_room
+from megappo.reshard.safetensors_files import Form, check_tensors, find_tensors, make_room
 from megappo.reshard.stored import Stored, row_blocks
 
 PEFT_PREFIX = "base_model.model."
 TASKS: Mapping[Head, str] = {"language-model": "CAUSAL_LM", "value": "TOKEN_CLS", "score": "SEQ_CLS"}
 """PEFT's names for what a model ends in."""
-
-
-def has_adapters(folder: Path) -> bool:
-    """Whether a checkpoint is one of adapters."""
-    return (folder / FILE).is_file()
 
 
 class _Adapters(FromCheckpoint):
@@ -130,7 +124,7 @@ def _merge_piece(
 ) -> None:
     name, offset, size = piece
     place = places[name]
-    weight = (trained.get(name) or base[name]).read(offset, size).to(place.dtype)
+    weight = (trained.get(name) or base[name]).read(offset, size).to(place.dtype.torch)
     a, b = (trained.get(factor) for factor in factor_names(name))
     if a is not None and b is not None:
         b_or = b.read((offset[0], 0), (size[0], b.shape[1]))

@@ -10,15 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megappo.convert.adapters import ToMerged, ToPeft, has_adapters
 from megappo.convert.destination import check_destination, is_made, writing
-from megappo.convert.source import Source, find_source
+from megappo.convert.from_checkpoint import FromCheckpoint
+from megappo.convert.source import Source, find_source, has_adapters
 from megappo.convert.to_hugging_face import ToHuggingFace
 from megappo.convert.to_megatron import ToMegatron
 from megappo.layout.mesh import Layout
 from megappo.models.spec import ModelError
+from megappo.reshard.dtypes import DTYPES
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
 """Options that say whose ranks' parts a checkpoint's files will be."""
@@ -37,7 +36,7 @@ class Options:
         model: folder of the config and tokenizer of a Megatron checkpoint that does not say.
         dtype: "bfloat16", "float16" or "float32"; by default the weights' own.
         shard_gb: to Hugging Face: limit of a shard, in 10^9 bytes.
-        bucket_mb: limit of a piece of work in memory, in 2^20 bytes.
+        bucket_mb: limit of a chunk of a checkpoint, and of a piece of a merged weight, in 2^20 bytes.
         processes: that share the work; 0: one for each core, 8 at most.
         overwrite: replace what is at the destination.
         verify: compare both sides in the end.
@@ -83,22 +82,20 @@ def convert(source: str | Path, destination: str | Path, options: Options, say: 
 
         to_hf = found.format == "megatron"
         pair = (folder, found.folder) if to_hf else (found.folder, folder)
-        say(verify(*pair, to_hf=to_hf, processes=_processes(options), bucket_bytes=options.bucket_mb * 2**20))
+        say(verify(*pair, to_hf=to_hf, processes=_processes(options)))
 
 
 def _write(found: Source, folder: Path, options: Options, record: dict[str, Any], say: Callable[[str], None]) -> None:
     begin = time.monotonic()
-    dtype = getattr(torch, options.dtype) if options.dtype else None
+    dtype = DTYPES[options.dtype] if options.dtype else None
     bucket_bytes = options.bucket_mb * 2**20
-    work: ToMegatron | ToHuggingFace | ToMerged | ToPeft
+    work: ToMegatron | FromCheckpoint
     if found.format == "hf":
         work = ToMegatron(found.folder, dtype, _layout(options), bucket_bytes)
     else:
         shard_bytes = int(options.shard_gb * 1e9)
         scores = found.folder.name == "reward"
-        adapted = ToPeft if options.to == "peft" else ToMerged
-        kind = adapted if has_adapters(found.folder) else ToHuggingFace
-        work = kind(found.folder, found.model_folder, dtype, shard_bytes, bucket_bytes, scores=scores)
+        work = _kind(found, options)(found.folder, found.model_folder, dtype, shard_bytes, bucket_bytes, scores=scores)
     check_destination(folder, overwrite=options.overwrite, needed_bytes=work.num_bytes)
     try:
         with writing(folder, record) as partial:
@@ -106,11 +103,19 @@ def _write(found: Source, folder: Path, options: Options, record: dict[str, Any]
     except OSError as error:
         raise ModelError([f"{folder}: cannot be written ({error}): free or change its disk"]) from None
     head = "scalar" if work.scalar_head else "language-model"
-    what = "adapters of " if isinstance(work, ToPeft) else ""
+    what = "adapters of " if options.to == "peft" else ""
     say(
         f"{folder}: {what}{work.spec.family} with a {head} head, {work.num_bytes / 1e9:.2f} GB "
         f"in {time.monotonic() - begin:.1f} s"
     )
+
+
+def _kind(found: Source, options: Options) -> type[FromCheckpoint]:
+    if not has_adapters(found.folder):
+        return ToHuggingFace
+    from megappo.convert.adapters import ToMerged, ToPeft  # which import torch
+
+    return ToPeft if options.to == "peft" else ToMerged
 
 
 def _layout(options: Options) -> Layout:

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from megappo.models.families import known_families
+from megappo.reshard.dtypes import Dtype
 
 NAMES = (
     "config.json",
@@ -62,11 +61,11 @@ def _head(folder: Path) -> Head | None:
     return next((head for head, end in ENDINGS.items() if any(name.endswith(end) for name in architectures)), None)
 
 
-def fit_config(folder: Path, dtype: torch.dtype, *, head: Head) -> None:
+def fit_config(folder: Path, dtype: Dtype, *, head: Head) -> None:
     """Have ``config.json`` say which dtype and which head the weights have; where it does, it stays as it is."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    changes: dict[str, Any] = {key: _name(dtype) for key in ("dtype", "torch_dtype") if key in config}
+    changes: dict[str, Any] = {key: dtype.name for key in ("dtype", "torch_dtype") if key in config}
     says = _head(folder) or "language-model"
     if head != says and (head, says) != ("value", "score"):  # which have the same weights
         architecture = known_families()[config["model_type"]].architecture
@@ -75,7 +74,3 @@ def fit_config(folder: Path, dtype: torch.dtype, *, head: Head) -> None:
             changes |= {"id2label": {"0": head}, "label2id": {head: 0}}
     if any(config.get(key) != value for key, value in changes.items()):
         path.write_text(json.dumps({**config, **changes}, indent=2) + "\n")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

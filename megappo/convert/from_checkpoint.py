@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
-
-import torch
+from zlib import crc32
 
 from megappo.convert.companions import Head
+from megappo.convert.destination import start_writing_back
 from megappo.convert.share import shared
 from megappo.models.parameters import LM_HEAD, Split
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
+from megappo.reshard.dtypes import Dtype
 from megappo.reshard.megatron_tensors import MegatronTensor, megatron_tensors, stacked_shapes
 from megappo.reshard.safetensors_files import Form
-from megappo.reshard.stored import Stored, copy_block
+from megappo.reshard.stored import Files, Stored, copy_block, pieces, prepare
 from megappo.reshard.torch_dist import Chunk, read_chunks
 
 MODEL = ("embedding.", "decoder.", "output_layer.")
@@ -40,9 +41,8 @@ class Part:
     chunk: Chunk
     index: tuple[int, ...]
 
-    def stored(self, folder: Path) -> Stored:
-        """Where it lies."""
-        stored = self.chunk.stored(folder)
+    def within(self, stored: Stored) -> Stored:
+        """Where it lies, in its chunk."""
         for place in self.index:
             one = replace(stored, shape=stored.shape[1:])
             stored = replace(one, position=one.position + place * one.num_bytes)
@@ -62,7 +62,7 @@ class FromCheckpoint:
         model_folder: the config and tokenizer that belong to it.
         dtype: of the result; the checkpoint's own by default.
         shard_bytes: limit of a shard.
-        bucket_bytes: limit of the memory of a process.
+        bucket_bytes: limit of a piece of work in memory, where there is more to do than to copy.
         scores: a scalar head is that of a reward model, which scores whole sequences.
 
     Attributes:
@@ -80,7 +80,7 @@ class FromCheckpoint:
         self,
         folder: Path,
         model_folder: Path,
-        dtype: torch.dtype | None,
+        dtype: Dtype | None,
         shard_bytes: int,
         bucket_bytes: int,
         *,
@@ -122,10 +122,24 @@ class FromCheckpoint:
         """What the weights end in."""
         return "language-model" if not self.scalar_head else "score" if self.scores else "value"
 
+    def write(self, destination: Path, processes: int) -> None:
+        """Write the result into an empty folder."""
+        raise NotImplementedError
+
     def fill(self, places: Mapping[str, Stored], processes: int) -> None:
         """Copy all that is in the checkpoint to where it belongs."""
-        copy = partial(_copy, self.folder, places, self.bucket_bytes)
-        shared(copy, self.parts, [part.num_bytes for part in self.parts], processes)
+        chunks: dict[Chunk, list[Part]] = {}
+        for part in self.parts:
+            chunks.setdefault(part.chunk, []).append(part)
+        sizes = [sum(part.num_bytes for part in parts) for parts in chunks.values()]
+        prepare({*(chunk.dtype for chunk in chunks), *(place.dtype for place in places.values())})
+        with Files() as files:
+            copy = partial(_copy, files, self.folder, places)
+            (folder,) = {place.path.parent for place in places.values()}
+            often = partial(start_writing_back, folder)
+            damaged = shared(copy, list(chunks.values()), sizes, processes, often=often)
+        if problems := sorted(filter(None, damaged)):
+            raise ModelError(problems)
 
 
 def _parts(chunk: Chunk, kinds: Mapping[str, Mapping[tuple[int, ...], MegatronTensor]]) -> Iterator[Part]:
@@ -143,11 +157,25 @@ def _layer_apart(key: str) -> tuple[str, tuple[int, ...]]:
     return (f"decoder.layers.{key[match.end() :]}", (int(match[1]),)) if match else (key, ())
 
 
-def _copy(folder: Path, places: Mapping[str, Stored], bucket_bytes: int, part: Part) -> None:
-    """Copy a part to where its tensors belong."""
-    source = part.stored(folder)
-    for name, (there, size), here in part.tensor.overlaps(part.offset, part.size):
-        copy_block(source, here, places[name], there, size, bucket_bytes)
+def _copy(files: Files, folder: Path, places: Mapping[str, Stored], parts: Sequence[Part]) -> str | None:
+    """Copy the parts of a chunk, in order, to where their tensors belong; says so if they are not what was saved."""
+    chunk = parts[0].chunk
+    stored, saved = chunk.stored(folder)
+    checksum, names = 0, []
+    for part in parts:
+        source, row = part.within(stored), 0
+        for name, (there, size), here in part.tensor.overlaps(part.offset, part.size):
+            for read, _ in copy_block(files, source, here, places[name], there, size):
+                checksum = crc32(read, checksum)
+            row = here[0] + size[0]
+            names.append(name)
+        padding = [row, *(0 for _ in part.size[1:])], [part.size[0] - row, *part.size[1:]]
+        for _, _, read in pieces(files, source, *padding):
+            checksum = crc32(read, checksum)
+    if saved in (0, checksum):
+        return None
+    what = ", ".join(dict.fromkeys(names)) or f"padding of {chunk.key}"
+    return f"{stored.path}: {what}: is damaged (other bytes than were saved): copy the checkpoint again"
 
 
 def _check_shapes(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-import torch
-
 Item = TypeVar("Item")
+
+OFTEN_S = 0.1
 
 
 class ShareError(RuntimeError):
@@ -22,7 +23,9 @@ def shared(
     items: Sequence[Item],
     sizes: Sequence[int],
     processes: int,
+    *,
     meanwhile: Callable[[], None] = lambda: None,
+    often: Callable[[], None] = lambda: None,
 ) -> list[Any]:
     """``[work(item) for item in items]`` by several processes, each with items of about the same size in all.
 
@@ -31,6 +34,7 @@ def shared(
         sizes: of the items, to balance them.
         processes: at most; with one, this process works itself.
         meanwhile: done by this process, while others work.
+        often: done again and again by this process while others work, every :data:`OFTEN_S`.
 
     Raises:
         ShareError: a process died.
@@ -46,19 +50,25 @@ def shared(
         least = loads.index(min(loads))
         shares[least].append(number)
         loads[least] += sizes[number]
-    context = multiprocessing.get_context("fork")  # started at once, and torch's pages stay shared
+    context = multiprocessing.get_context("fork")  # started at once, and what is imported stays shared
     started = []
     try:
-        for share in shares:
+        for place, share in enumerate(shares):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(work, items, sorted(share), theirs, os.getpid()))
+            start = len(share) * place // processes  # each begins elsewhere: a file has one writer at a time
+            share = sorted(share)[start:] + sorted(share)[:start]
+            process = context.Process(target=_work, args=(work, items, share, theirs, os.getpid()))
             process.start()
             theirs.close()
             started.append((process, ours))
         meanwhile()
         results: dict[int, Any] = {}
-        for process, ours in started:
-            results.update(_received(process, ours))
+        waiting = {ours: process for process, ours in started}
+        while waiting:
+            ready = wait(list(waiting), OFTEN_S)
+            for ours in [ours for ours in waiting if ours in ready]:
+                results.update(_received(waiting.pop(ours), ours))
+            often()
         return [results[number] for number in range(len(items))]
     finally:
         for process, ours in started:
@@ -68,7 +78,8 @@ def shared(
 
 
 def _work(work: Callable[[Any], Any], items: Sequence[Any], share: list[int], pipe: Connection, parent: int) -> None:
-    torch.set_num_threads(1)
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
     try:
         done = {}
         for number in share:

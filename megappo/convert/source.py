@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megappo.checkpoints import Checkpoints, step_of
 from megappo.config import ConfigError, load_config, load_supervised
+from megappo.models.lora import FILE
 from megappo.models.spec import ModelError
 
 COMPANIONS = "huggingface"
@@ -30,6 +31,11 @@ class Source:
         """Every file that the weights may come from."""
         patterns = ("*.safetensors", "*.safetensors.index.json", "*.distcp", ".metadata")
         return sorted(path for pattern in patterns for path in self.folder.glob(pattern))
+
+
+def has_adapters(folder: Path) -> bool:
+    """Whether a checkpoint is one of adapters."""
+    return (folder / FILE).is_file()
 
 
 ROLES = ("actor", "critic", "reward")

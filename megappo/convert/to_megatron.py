@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
-
-import torch
+from zlib import crc32
 
 from megappo.convert.companions import copy_companions, says_scalar_head
+from megappo.convert.destination import start_writing_back
 from megappo.convert.share import shared
 from megappo.convert.source import COMPANIONS
 from megappo.layout.legality import expert_problems, megatron_model_problems
 from megappo.layout.mesh import Layout, model_chunks
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
-from megappo.reshard.files import check_tensors
+from megappo.reshard.archives import LIMIT
+from megappo.reshard.dtypes import DTYPES, Dtype
 from megappo.reshard.megatron_tensors import MegatronTensor, megatron_tensors, stacked_shapes
-from megappo.reshard.safetensors_files import find_tensors
-from megappo.reshard.stored import Stored, copy_block, row_blocks
-from megappo.reshard.torch_dist import Chunk, ChunkFile, Place, write_metadata
+from megappo.reshard.safetensors_files import check_tensors, find_tensors
+from megappo.reshard.stored import Files, Stored, copy_block, prepare, row_blocks
+from megappo.reshard.torch_dist import NOTHING, Chunk, ChunkFile, Place, write_metadata
 
 FILE_BYTES = 512 * 2**20
 """About the size of a checkpoint's files, so that several processes can write (and read) one rank's part."""
 
-WEIGHTS = (torch.bfloat16, torch.float16, torch.float32)
+WEIGHTS = tuple(DTYPES[name] for name in ("bfloat16", "float16", "float32"))
 
 LAYER_STATES = (
     "self_attention.linear_qkv",
@@ -62,13 +63,13 @@ class ToMegatron:
         folder: a Hugging Face folder.
         dtype: of the checkpoint; the tensors' own by default.
         layout: whose ranks' parts the files will be; any other layout can load them, at the price of more reading.
-        bucket_bytes: limit of a chunk, and so of the memory of a process.
+        bucket_bytes: limit of a chunk.
 
     Raises:
         ModelError: the folder or the layout cannot be used; every reason is listed.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype | None, layout: Layout, bucket_bytes: int) -> None:
+    def __init__(self, folder: Path, dtype: Dtype | None, layout: Layout, bucket_bytes: int) -> None:
         self.folder = folder
         self.spec = read_model_spec(folder)
         self.found = find_tensors(folder)
@@ -86,22 +87,23 @@ class ToMegatron:
             raise ModelError(problems)
         self.tensors = megatron_tensors(self.spec, layout.tp, scalar_head=self.scalar_head)
         self.dtypes = _dtypes(folder, self.tensors, self.found, dtype)
-        self.parts = list(self._parts(layout, bucket_bytes))
+        self.parts = list(self._parts(layout, min(bucket_bytes, LIMIT)))
         self.num_bytes = sum(part.num_bytes for part in self.parts)
-        self.bucket_bytes = bucket_bytes
 
     def write(self, destination: Path, processes: int) -> None:
         """Write the checkpoint into an empty folder."""
         chunks, objects = self._make_room(destination)
-        fill = partial(_fill, self.found, destination, self.bucket_bytes)
         shapes = stacked_shapes(self.tensors.values())
-        shared(
-            fill,
-            list(zip(self.parts, chunks, strict=True)),
-            [part.num_bytes for part in self.parts],
-            processes,
-            meanwhile=lambda: write_metadata(destination, shapes, chunks, objects),
-        )
+        prepare({*self.dtypes.values(), *(stored.dtype for stored in self.found.values())})
+        with Files() as files:
+            shared(
+                partial(_fill, files, self.found, destination),
+                list(zip(self.parts, chunks, strict=True)),
+                [part.num_bytes for part in self.parts],
+                processes,
+                meanwhile=lambda: write_metadata(destination, shapes, chunks, objects),
+                often=lambda: start_writing_back(destination),
+            )
         copy_companions(self.folder, destination / COMPANIONS)
 
     def _parts(self, layout: Layout, bucket_bytes: int) -> Iterator[Part]:
@@ -129,23 +131,26 @@ class ToMegatron:
         return layout.expert_replicas(etp=place, ep=ep, pp=stage)[0]
 
     def _make_room(self, destination: Path) -> tuple[list[Chunk], dict[str, Place]]:
-        """Lay out the files, all but values. Returns the parts' chunks, and the places of what is no tensor."""
-        files = {name: ChunkFile(destination, name) for name in dict.fromkeys(part.file for part in self.parts)}
-        with ExitStack() as stack:
-            for file in files.values():
-                stack.enter_context(file)
-            chunks = []
-            for part in self.parts:
-                front, dtype = part.tensor.index, self.dtypes[part.tensor.key]
-                size = (*(1 for _ in front), *part.size)
-                chunks.append(files[part.file].reserve(part.tensor.key, (*front, *part.offset), size, dtype))
-            objects = {key: files[self.parts[0].file].append([None]) for key in _objects(self.spec)}
+        """Lay out the files, all but chunks. Returns the parts' chunks, and the places of what is no tensor."""
+        files = {name: ChunkFile(name) for name in dict.fromkeys(part.file for part in self.parts)}
+        chunks = []
+        for part in self.parts:
+            front, dtype = part.tensor.index, self.dtypes[part.tensor.key]
+            size = (*(1 for _ in front), *part.size)
+            chunks.append(files[part.file].reserve(part.tensor.key, (*front, *part.offset), size, dtype))
+        first = files[self.parts[0].file]
+        begin, objects = first.length, {key: first.append(len(NOTHING)) for key in _objects(self.spec)}
+        for name in files:
+            (destination / name).touch()
+        with (destination / first.name).open("rb+") as file:
+            file.seek(begin)
+            file.write(NOTHING * len(objects))
         return chunks, objects
 
 
 def _dtypes(
-    folder: Path, tensors: Mapping[str, MegatronTensor], found: Mapping[str, Stored], wanted: torch.dtype | None
-) -> dict[str, torch.dtype]:
+    folder: Path, tensors: Mapping[str, MegatronTensor], found: Mapping[str, Stored], wanted: Dtype | None
+) -> dict[str, Dtype]:
     """The dtype of each tensor of the checkpoint, by key."""
     names: defaultdict[str, list[str]] = defaultdict(list)
     for tensor in tensors.values():
@@ -177,9 +182,17 @@ def _objects(spec: ModelSpec) -> Iterator[str]:
     yield "decoder.final_layernorm._extra_state/shard_0_1"
 
 
-def _fill(found: Mapping[str, Stored], folder: Path, bucket_bytes: int, item: tuple[Part, Chunk]) -> None:
-    """Copy what belongs into a chunk; padding rows stay zero."""
+def _fill(files: Files, found: Mapping[str, Stored], folder: Path, item: tuple[Part, Chunk]) -> None:
+    """Write a chunk; padding rows, which come last, stay zero."""
     part, chunk = item
-    target = replace(chunk.stored(folder), shape=part.size)  # without the axes of layers and experts
+    path, begin, frame = folder / chunk.place.file, chunk.place.position, chunk.frame
+    values = Stored(path, begin + len(frame.front), chunk.dtype, part.size)  # without the axes of layers and experts
+    checksum = filled = 0
     for name, (there, size), here in part.tensor.overlaps(part.offset, part.size):
-        copy_block(found[name], there, target, here, size, bucket_bytes)
+        for _, written in copy_block(files, found[name], there, values, here, size):
+            checksum = crc32(written, checksum)
+            filled += len(written)
+    back = frame.back(crc32(bytes(values.num_bytes - filled), checksum))
+    for position, text in ((begin, frame.front), (begin + chunk.place.length - len(back), back)):
+        if os.pwrite(files.writer(path), text, position) != len(text):
+            raise OSError(f"{path}: the disk is full")

@@ -13,7 +13,7 @@ from megappo.convert.from_checkpoint import Part
 from megappo.convert.share import shared
 from megappo.convert.to_hugging_face import ToHuggingFace
 from megappo.reshard.safetensors_files import find_tensors
-from megappo.reshard.stored import Stored, row_blocks
+from megappo.reshard.stored import PIECE_BYTES, Stored, moved, row_blocks
 
 SMALL = 2 * 10**9
 """Weights up to which the model is also run on both sides, in float32."""
@@ -23,7 +23,7 @@ class VerifyError(RuntimeError):
     """The two sides of a conversion differ."""
 
 
-def verify(folder: Path, checkpoint: Path, *, to_hf: bool, processes: int, bucket_bytes: int) -> str:
+def verify(folder: Path, checkpoint: Path, *, to_hf: bool, processes: int) -> str:
     """Compare a Hugging Face folder and a checkpoint; how, in words.
 
     Args:
@@ -33,8 +33,8 @@ def verify(folder: Path, checkpoint: Path, *, to_hf: bool, processes: int, bucke
     Raises:
         VerifyError: they differ; names the tensors, or the largest difference of outputs.
     """
-    sides = ToHuggingFace(checkpoint, folder, None, 1, bucket_bytes)
-    compare = partial(_differing, checkpoint, find_tensors(folder), bucket_bytes, to_hf)
+    sides = ToHuggingFace(checkpoint, folder, None, 1, 1)
+    compare = partial(_differing, checkpoint, find_tensors(folder), to_hf)
     differing = shared(compare, sides.parts, [part.num_bytes for part in sides.parts], processes)
     if names := sorted({name for part in differing for name in part}):
         raise VerifyError(f"{len(names)} tensors differ between {folder} and {checkpoint}: {', '.join(names)}")
@@ -58,16 +58,14 @@ def verify(folder: Path, checkpoint: Path, *, to_hf: bool, processes: int, bucke
     return f"{words}; {what} on random tokens differ by at most {difference:.1e} of the largest"
 
 
-def _differing(
-    checkpoint: Path, tensors: Mapping[str, Stored], bucket_bytes: int, to_hf: bool, part: Part
-) -> list[str]:
+def _differing(checkpoint: Path, tensors: Mapping[str, Stored], to_hf: bool, part: Part) -> list[str]:
     """Which tensors differ from what a part of the checkpoint holds of them."""
-    stored = part.stored(checkpoint)
+    stored = part.within(part.chunk.stored(checkpoint)[0])
     out = []
     for name, (there, size), here in part.tensor.overlaps(part.offset, part.size):
-        for offset, extent in row_blocks([0] * len(size), size, bucket_bytes // 8):
-            ours = stored.read([a + b for a, b in zip(here, offset, strict=True)], extent)
-            theirs = tensors[name].read([a + b for a, b in zip(there, offset, strict=True)], extent)
+        for offset, extent in row_blocks([0] * len(size), size, PIECE_BYTES // 8):
+            ours = stored.read(moved(here, offset), extent)
+            theirs = tensors[name].read(moved(there, offset), extent)
             made, source = (theirs, ours) if to_hf else (ours, theirs)
             if not _same(made, source.to(made.dtype)):
                 out.append(name)

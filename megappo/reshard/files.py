@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,31 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from megappo.models.spec import ModelError, ModelSpec
 from megappo.reshard.boxes import Box
-
-IGNORED = ("rotary_emb.inv_freq",)
-"""Endings of tensors that old checkpoints hold and nobody needs."""
-
-
-def tensor_files(folder: str | Path) -> dict[str, Path]:
-    """Which file of the folder holds each tensor.
-
-    Raises:
-        ModelError: no safetensors files, one that cannot be read, or an index that does not fit them.
-    """
-    folder = Path(folder)
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        try:
-            files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError([f"{index}: is no index of safetensors files ({error!r})"]) from None
-        if absent := sorted({str(path) for path in files.values() if not path.is_file()}):
-            raise ModelError([f"{index}: names {path}, which does not exist" for path in absent])
-        return files
-    if not single.is_file():
-        raise ModelError([f"{folder}: has neither model.safetensors nor model.safetensors.index.json"])
-    with _open(single) as reader:
-        return {name: single for name in reader.keys()}  # noqa: SIM118 (safe_open is no mapping)
+from megappo.reshard.safetensors_files import check_tensors, tensor_files
 
 
 def load_weights(
@@ -96,25 +71,3 @@ def _open(path: Path) -> Any:
 def _check_index(files: Mapping[str, Path], held: Mapping[Path, set[str]]) -> None:
     if lost := [(path, name) for name, path in files.items() if name not in held[path]]:
         raise ModelError([f"{path}: lacks tensor {name}, which the index places there" for path, name in sorted(lost)])
-
-
-def check_tensors(
-    folder: str | Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Compare the tensors of a folder, by name and shape, with what the family expects.
-
-    Raises:
-        ModelError: listing all that are missing, not expected, or have another shape.
-    """
-    optional = {"lm_head.weight", "score.weight"}  # a tied head may be written out; a critic does not use either
-    problems = [f"{folder}: tensor {name} {list(expected[name])} is missing" for name in expected.keys() - found.keys()]
-    for name in found.keys() - expected.keys() - optional:
-        if not name.endswith(IGNORED):
-            problems.append(f"{folder}: tensor {name} is not part of this family")
-    for name in found.keys() & expected.keys():
-        if found[name] != expected[name]:
-            problems.append(
-                f"{folder}: tensor {name} has shape {list(found[name])}, config.json says {list(expected[name])}"
-            )
-    if problems:
-        raise ModelError(sorted(problems))

@@ -8,29 +8,40 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megappo.models.spec import ModelError
-from megappo.reshard.files import tensor_files
+from megappo.reshard.dtypes import DTYPES, Dtype
 from megappo.reshard.stored import Stored
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+IGNORED = ("rotary_emb.inv_freq",)
+"""Endings of tensors that old checkpoints hold and nobody needs."""
+
+
 INDEX = "model.safetensors.index.json"
-Form = tuple[torch.dtype, tuple[int, ...]]
+Form = tuple[Dtype, tuple[int, ...]]
 """What a tensor is without its values."""
+
+_BY_CODE = {dtype.code: dtype for dtype in DTYPES.values()}
+
+
+def tensor_files(folder: str | Path) -> dict[str, Path]:
+    """Which file of the folder holds each tensor.
+
+    Raises:
+        ModelError: no safetensors files, one that cannot be read, or an index that does not fit them.
+    """
+    folder = Path(folder)
+    index, single = folder / INDEX, folder / "model.safetensors"
+    if index.is_file():
+        try:
+            files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError([f"{index}: is no index of safetensors files ({error!r})"]) from None
+        if absent := sorted({str(path) for path in files.values() if not path.is_file()}):
+            raise ModelError([f"{index}: names {path}, which does not exist" for path in absent])
+        return files
+    if not single.is_file():
+        raise ModelError([f"{folder}: has neither model.safetensors nor model.safetensors.index.json"])
+    return dict.fromkeys(_read_header(single), single)
 
 
 def find_tensors(folder: str | Path) -> dict[str, Stored]:
@@ -45,6 +56,28 @@ def find_tensors(folder: str | Path) -> dict[str, Stored]:
     if lost:
         raise ModelError([f"{path}: lacks tensor {name}, which the index places there" for path, name in lost])
     return {name: headers[path][name] for name, path in files.items()}
+
+
+def check_tensors(
+    folder: str | Path, found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Compare the tensors of a folder, by name and shape, with what the family expects.
+
+    Raises:
+        ModelError: listing all that are missing, not expected, or have another shape.
+    """
+    optional = {"lm_head.weight", "score.weight"}  # a tied head may be written out; a critic does not use either
+    problems = [f"{folder}: tensor {name} {list(expected[name])} is missing" for name in expected.keys() - found.keys()]
+    for name in found.keys() - expected.keys() - optional:
+        if not name.endswith(IGNORED):
+            problems.append(f"{folder}: tensor {name} is not part of this family")
+    for name in found.keys() & expected.keys():
+        if found[name] != expected[name]:
+            problems.append(
+                f"{folder}: tensor {name} has shape {list(found[name])}, config.json says {list(expected[name])}"
+            )
+    if problems:
+        raise ModelError(sorted(problems))
 
 
 def make_room(
@@ -101,7 +134,7 @@ def _read_header(path: Path) -> dict[str, Stored]:
         if end != size:
             raise ValueError(f"{size} bytes instead of {end}")
         return {
-            name: Stored(path, 8 + length + entry["data_offsets"][0], DTYPES[entry["dtype"]], tuple(entry["shape"]))
+            name: Stored(path, 8 + length + entry["data_offsets"][0], _BY_CODE[entry["dtype"]], tuple(entry["shape"]))
             for name, entry in entries.items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -110,14 +143,13 @@ def _read_header(path: Path) -> dict[str, Stored]:
 
 def _write_header(path: Path, tensors: Mapping[str, Form]) -> dict[str, Stored]:
     """A file's header, byte for byte as the safetensors library writes it: wide types first, then by name."""
-    codes = {dtype: code for code, dtype in DTYPES.items()}
-    order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, codes[tensors[name][0]] != "BF16", name))
+    order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, tensors[name][0].code != "BF16", name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name in order:
         dtype, shape = tensors[name]
         end = begin + prod(shape) * dtype.itemsize
-        header[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": dtype.code, "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

@@ -2,20 +2,64 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
 
-import torch
+from megappo.reshard.dtypes import Dtype
 
-WORTH_A_CALL = 2**16
-"""Bytes in one piece from which on the kernel copies them itself."""
+if TYPE_CHECKING:
+    import torch
 
-NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+PIECE_BYTES = 2**18
+"""What is copied at a time (or one row): it stays in a core's cache between being read, summed and written."""
+
+MOST_FILES = 64
+"""Files that a process has open for reading, and for writing."""
+
+
+class Files:
+    """Files by path, opened when first needed, and memory to copy through; a context manager, which closes them."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[Path, int], int] = {}
+        self._memory = bytearray()
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def reader(self, path: Path) -> int:
+        """A descriptor to read from, until others are asked for."""
+        return self._descriptor(path, os.O_RDONLY)
+
+    def writer(self, path: Path) -> int:
+        """A descriptor to write to, until others are asked for; the file must be there."""
+        return self._descriptor(path, os.O_WRONLY)
+
+    def memory(self, size: int) -> memoryview:
+        """So many bytes, the same each time."""
+        if len(self._memory) < size:
+            self._memory = bytearray(size)
+        return memoryview(self._memory)[:size]
+
+    def _descriptor(self, path: Path, flags: int) -> int:
+        found = self._open.get((path, flags))
+        if found is None:
+            if len(self._open) == 2 * MOST_FILES:
+                os.close(self._open.pop(next(iter(self._open))))
+            found = self._open[path, flags] = os.open(path, flags | os.O_CLOEXEC)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +72,7 @@ class Stored:
 
     path: Path
     position: int
-    dtype: torch.dtype
+    dtype: Dtype
     shape: tuple[int, ...]
 
     @property
@@ -42,97 +86,110 @@ class Stored:
         Raises:
             EOFError: the file is shorter than it should be.
         """
-        values = torch.empty(tuple(size), dtype=self.dtype)
-        buffer, length = _bytes(values), self._run(size)
-        with self.path.open("rb", buffering=0) as file:
-            for number, begin in enumerate(self._begins(offset, size, length)):
-                done = 0
-                while done < length:
-                    piece = buffer[number * length + done : (number + 1) * length]
-                    count = os.preadv(file.fileno(), [piece], begin + done)
-                    if count == 0:
-                        raise EOFError(f"{self.path}: ends before byte {begin + length}")
-                    done += count
+        import torch
+
+        values = torch.empty(tuple(size), dtype=self.dtype.torch)
+        with Files() as files:
+            self.read_into(files, offset, size, _bytes(values))
         return values
 
     def write(self, offset: Sequence[int], values: torch.Tensor) -> None:
         """Write one block, in this tensor's dtype; the file must be there."""
-        buffer, length = _bytes(values.to(self.dtype).contiguous()), self._run(values.shape)
-        with self.path.open("rb+", buffering=0) as file:
-            for number, begin in enumerate(self._begins(offset, values.shape, length)):
-                done = 0
-                while done < length:
-                    piece = buffer[number * length + done : (number + 1) * length]
-                    done += os.pwrite(file.fileno(), piece, begin + done)
+        with Files() as files:
+            self.write_from(files, offset, values.shape, _bytes(values.to(self.dtype.torch).contiguous()))
 
-    def _run(self, size: Sequence[int]) -> int:
-        """Bytes of a block that are in one piece."""
-        return prod(size[self._cut(size) :]) * self.dtype.itemsize
+    def read_into(self, files: Files, offset: Sequence[int], size: Sequence[int], buffer: memoryview) -> None:
+        """Fill a buffer, of just their length, with the bytes of one block; no other byte of the file is read.
 
-    def _cut(self, size: Sequence[int]) -> int:
-        """The last axis that a block does not span: from there on it is in one piece."""
-        return max((axis for axis, extent in enumerate(self.shape) if size[axis] != extent), default=0)
+        Raises:
+            EOFError: the file is shorter than it should be.
+        """
+        descriptor = files.reader(self.path)
+        for begin, piece in self._runs(offset, size, buffer):
+            done = 0
+            while done < len(piece):
+                count = os.preadv(descriptor, [piece[done:]], begin + done)
+                if count == 0:
+                    raise EOFError(f"{self.path}: ends before byte {begin + len(piece)}")
+                done += count
 
-    def _begins(self, offset: Sequence[int], size: Sequence[int], length: int) -> Iterator[int]:
-        """Where in the file each ``length`` bytes of a block begin."""
-        axis, elements = len(size), length // self.dtype.itemsize
-        while prod(size[axis:]) < elements:
-            axis -= 1
-        strides = [prod(self.shape[i + 1 :]) for i in range(len(size))]
+    def write_from(self, files: Files, offset: Sequence[int], size: Sequence[int], buffer: memoryview) -> None:
+        """Write the bytes of one block; the file must be there."""
+        descriptor = files.writer(self.path)
+        for begin, piece in self._runs(offset, size, buffer):
+            done = 0
+            while done < len(piece):
+                done += os.pwrite(descriptor, piece[done:], begin + done)
+
+    def _runs(self, offset: Sequence[int], size: Sequence[int], buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """The pieces of a block that are in one piece in the file: where they begin, and their part of the buffer."""
+        strides = [prod(self.shape[axis + 1 :]) for axis in range(len(size))]
         first = sum(o * stride for o, stride in zip(offset, strides, strict=True))
-        for index in product(*map(range, size[:axis])):
+        # From the last axis on that a block does not span, it is in one piece.
+        cut = max((axis for axis, extent in enumerate(self.shape) if size[axis] != extent), default=0)
+        length = prod(size[cut:]) * self.dtype.itemsize
+        for number, index in enumerate(product(*map(range, size[:cut]))):
             at = first + sum(i * stride for i, stride in zip(index, strides, strict=False))
-            yield self.position + at * self.dtype.itemsize
+            yield self.position + at * self.dtype.itemsize, buffer[number * length : (number + 1) * length]
+
+
+def pieces(
+    files: Files, stored: Stored, offset: Sequence[int], size: Sequence[int], item_bytes: int = 0
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], memoryview]]:
+    """Read a block in pieces of some rows, in their order: where in the block each is, its size and its bytes.
+
+    The bytes are those of the next piece once that is asked for.
+
+    Args:
+        item_bytes: that an element shall count, if it is more than its own.
+    """
+    item_bytes = max(item_bytes, stored.dtype.itemsize)
+    for begin, extent in row_blocks([0] * len(size), size, PIECE_BYTES // item_bytes):
+        buffer = files.memory(prod(extent) * stored.dtype.itemsize)
+        stored.read_into(files, moved(offset, begin), extent, buffer)
+        yield begin, extent, buffer
 
 
 def copy_block(
+    files: Files,
     source: Stored,
     source_offset: Sequence[int],
     target: Stored,
     target_offset: Sequence[int],
     size: Sequence[int],
-    bucket_bytes: int,
-) -> None:
+) -> Iterator[tuple[memoryview, memoryview]]:
     """Copy a block from one file into another, converted to the target's dtype.
 
-    Long runs of bytes are copied by the kernel; what is in small pieces, or changes its dtype, goes through at most
-    ``bucket_bytes`` of memory at a time.
+    Yields:
+        Each piece, in their order: its bytes as they were read, and as they were written.
     """
-    length = min(source._run(size), target._run(size))
-    if source.dtype == target.dtype and length >= WORTH_A_CALL:
-        begins = zip(
-            source._begins(source_offset, size, length), target._begins(target_offset, size, length), strict=True
-        )
-        if _copy_in_kernel(source.path, target.path, begins, length):
-            return
-    widest = max(source.dtype.itemsize, target.dtype.itemsize)
-    for offset, extent in row_blocks([0] * len(size), size, bucket_bytes // widest):
-        there = [a + b for a, b in zip(target_offset, offset, strict=True)]
-        target.write(there, source.read([a + b for a, b in zip(source_offset, offset, strict=True)], extent))
+    for begin, extent, read in pieces(files, source, source_offset, size, target.dtype.itemsize):
+        written = read if source.dtype == target.dtype else _converted(read, source.dtype, target.dtype)
+        target.write_from(files, moved(target_offset, begin), extent, written)
+        yield read, written
 
 
-def _copy_in_kernel(source: Path, target: Path, begins: Iterator[tuple[int, int]], length: int) -> bool:
-    """Copy runs of bytes; ``False`` where these file systems do not let the kernel do it."""
-    with source.open("rb", buffering=0) as reader, target.open("rb+", buffering=0) as writer:
-        for here, there in begins:
-            done = 0
-            while done < length:
-                try:
-                    count = os.copy_file_range(
-                        reader.fileno(), writer.fileno(), length - done, here + done, there + done
-                    )
-                except OSError as error:
-                    if error.errno in NO_KERNEL_COPY:
-                        return False
-                    raise
-                if count == 0:
-                    raise EOFError(f"{source}: ends before byte {here + length}")
-                done += count
-    return True
+def prepare(dtypes: set[Dtype]) -> None:
+    """Import what conversions between several dtypes need: before processes start, which then share it."""
+    if len(dtypes) > 1:
+        import torch  # noqa: F401
+
+
+def _converted(values: memoryview, dtype: Dtype, wanted: Dtype) -> memoryview:
+    import torch
+
+    return _bytes(torch.frombuffer(values, dtype=dtype.torch).to(wanted.torch))
 
 
 def _bytes(values: torch.Tensor) -> memoryview:
-    return values.view(-1).view(torch.uint8).numpy().data
+    import torch
+
+    return memoryview(values.view(-1).view(torch.uint8).numpy().data)
+
+
+def moved(offset: Sequence[int], by: Sequence[int]) -> list[int]:
+    """An offset, further on."""
+    return [a + b for a, b in zip(offset, by, strict=True)]
 
 
 def row_blocks(

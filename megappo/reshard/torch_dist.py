@@ -3,25 +3,24 @@
 A folder holds ``__R_N.distcp`` files, each a row of ``torch.save`` archives, one a chunk; ``.metadata``, a pickle that
 says which chunk of which tensor lies where (``torch.distributed.checkpoint``); ``common.pt`` and ``metadata.json``.
 
-That pickle is read without torch's classes for it, whose import takes as long as a good part of a conversion; and so
-nothing in it can run code.
+All are read and written without torch, whose import takes as long as a good part of a conversion; and so nothing in
+the pickles can run code.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from megappo.models.spec import ModelError
+from megappo.reshard import pickles
+from megappo.reshard.archives import Frame, archive, find_values, frame
+from megappo.reshard.dtypes import DTYPES, Dtype
 from megappo.reshard.stored import Stored
 
 
@@ -40,102 +39,51 @@ class Chunk:
     key: str
     offset: tuple[int, ...]
     size: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: Dtype
     place: Place
 
-    def stored(self, folder: Path) -> Stored:
-        """Its values; only the archive's directory is read.
+    def stored(self, folder: Path) -> tuple[Stored, int]:
+        """Its values, and their CRC-32 (0 where it was not saved); only the archive's directory is read.
 
         Raises:
             ModelError: it is not a plain, contiguous tensor of this size, or the file is cut short.
         """
         path = folder / self.place.file
         try:
-            with path.open("rb") as file, zipfile.ZipFile(_Window(file, self.place)) as archive:
-                root = archive.namelist()[0].split("/")[0]
-                header = _Header(archive.open(f"{root}/data.pkl")).load()
-                record = archive.getinfo(f"{root}/data/0")
-                begin = self.place.position + record.header_offset
-                file.seek(begin + 26)
-                name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
-        except (OSError, zipfile.BadZipFile, pickle.UnpicklingError, KeyError, IndexError, EOFError) as error:
+            with path.open("rb") as file:
+                values = find_values(file, self.place.position, self.place.length, self.size)
+            stored = Stored(path, values.position, self.dtype, self.size)
+            if values.num_bytes != stored.num_bytes:
+                raise ValueError(f"{values.num_bytes} bytes")
+        except ValueError:
+            raise ModelError(
+                [f"{path}: holds {self.key} at {list(self.offset)} in a form that is not known: save it again"]
+            ) from None
+        except (OSError, zipfile.BadZipFile, pickle.UnpicklingError, LookupError, EOFError) as error:
             raise ModelError(
                 [f"{path}: cannot be read at byte {self.place.position} ({error!r}): copy it again"]
             ) from None
-        strides = tuple(prod(self.size[axis + 1 :]) for axis in range(len(self.size)))
-        size = prod(self.size) * self.dtype.itemsize
-        if header != (0, self.size, strides) or record.file_size != size or record.compress_type:
-            raise ModelError(
-                [f"{path}: holds {self.key} at {list(self.offset)} in a form that is not known: save it again"]
-            )
-        return Stored(path, begin + 30 + name + extra, self.dtype, self.size)
+        return stored, values.checksum
 
-
-class _Header(pickle.Unpickler):
-    """Reads (storage offset, size, strides) of a saved tensor, and makes nothing."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, offset, size, strides, *_: (offset, tuple(size), tuple(strides))
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if module == "torch" and name.endswith("Storage"):
-            return name
-        raise pickle.UnpicklingError(f"{module}.{name} in a tensor")
-
-    def persistent_load(self, pid: Any) -> Any:
-        return pid
-
-
-class _Record:
-    """Stands for an object of whatever class: its fields."""
-
-    def __init__(self, *_: object) -> None:
-        """Arguments of the other class are of no interest."""
-
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+    @property
+    def frame(self) -> Frame:
+        """What is around the values of one that we write."""
+        return frame(self.dtype, self.size)
 
 
 class _Metadata(pickle.Unpickler):
     """Reads ``.metadata``: records instead of objects."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | torch.layout):
-            return found
         if (module, name) == ("torch", "Size"):
             return tuple
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         if (module, name) == ("torch.serialization", "_get_layout"):
             return lambda name: name
-        return type(name, (_Record,), {})
-
-
-class _Window(io.RawIOBase):
-    """A part of an open file, as a file."""
-
-    def __init__(self, file: Any, place: Place) -> None:
-        self.file, self.begin, self.length, self.at = file, place.position, place.length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence]
-        return self.at
-
-    def readinto(self, buffer: Any) -> int:
-        self.file.seek(self.begin + self.at)
-        count = self.file.readinto(memoryview(buffer)[: max(self.length - self.at, 0)])
-        self.at += count
-        return count
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        return type(name, (pickles.Record,), {})
 
 
 def read_chunks(folder: Path) -> tuple[dict[str, tuple[int, ...]], list[Chunk]]:
@@ -184,28 +132,26 @@ def _place(info: Any) -> Place:
 
 
 class ChunkFile:
-    """A ``.distcp`` file that is being laid out; a context manager."""
+    """A ``.distcp`` file that is being laid out."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.name = name
-        self._file = (folder / name).open("wb")
+    def __init__(self, name: str) -> None:
+        self.name, self.length = name, 0
 
-    def __enter__(self) -> ChunkFile:
-        return self
+    def reserve(self, key: str, offset: tuple[int, ...], size: tuple[int, ...], dtype: Dtype) -> Chunk:
+        """Lay out a chunk, whose frame and values are to be written."""
+        return Chunk(key, offset, size, dtype, self.append(frame(dtype, size).length))
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    def append(self, length: int) -> Place:
+        """Lay out an archive."""
+        place = Place(self.name, self.length, length)
+        self.length += length
+        return place
 
-    def reserve(self, key: str, offset: tuple[int, ...], size: tuple[int, ...], dtype: torch.dtype) -> Chunk:
-        """Make room for a chunk: its archive, with zeros (a hole in the file) where :meth:`Chunk.stored` is."""
-        with torch.serialization.skip_data():
-            return Chunk(key, offset, size, dtype, self.append(torch.empty(size, dtype=dtype)))
 
-    def append(self, value: Any) -> Place:
-        """Write an object as one archive."""
-        begin = self._file.tell()
-        torch.save(value, self._file)
-        return Place(self.name, begin, self._file.tell() - begin)
+NOTHING = archive([None])
+"""The archive of an empty extra state."""
+
+_METADATA = "torch.distributed.checkpoint.metadata"
 
 
 def write_metadata(
@@ -220,29 +166,55 @@ def write_metadata(
         shapes: of the tensors, by key.
         objects: what is no tensor, by key with its place among its like (``.../shard_0_4``).
     """
-    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
-    entries: dict[str, Any] = {key: BytesStorageMetadata() for key in objects}
-    storage = {MetadataIndex(key): _StorageInfo(*place) for key, place in objects.items()}
+    parts: dict[str, list[Any]] = {key: [] for key in shapes}
+    entries: dict[str, Any] = {key: _instance(f"{_METADATA}.BytesStorageMetadata") for key in objects}
+    storage = {_index(key, None): _info(place) for key, place in objects.items()}
     for chunk in chunks:
-        properties = TensorProperties(dtype=chunk.dtype)
-        entry = entries.setdefault(chunk.key, TensorStorageMetadata(properties, torch.Size(shapes[chunk.key]), []))
-        entry.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.size)))
-        storage[MetadataIndex(chunk.key, torch.Size(chunk.offset))] = _StorageInfo(*chunk.place)
-    metadata = Metadata(entries, storage_data=storage, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
-    torch.save({"content_metadata": {}}, folder / "common.pt")
+        if not parts[chunk.key]:
+            entries[chunk.key] = _instance(
+                f"{_METADATA}.TensorStorageMetadata",
+                properties=_properties(chunk.dtype),
+                size=_size(shapes[chunk.key]),
+                chunks=parts[chunk.key],
+            )
+        offset = _size(chunk.offset)
+        parts[chunk.key].append(_instance(f"{_METADATA}.ChunkStorageMetadata", offsets=offset, sizes=_size(chunk.size)))
+        storage[_index(chunk.key, offset)] = _info(chunk.place)
+    metadata = _instance(
+        f"{_METADATA}.Metadata",
+        state_dict_metadata=entries,
+        planner_data=None,
+        storage_data=storage,
+        storage_meta=_instance(f"{_METADATA}.StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]),
+        version="1.0.0",
+    )
+    (folder / "common.pt").write_bytes(archive({"content_metadata": {}}))
     backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (folder / "metadata.json").write_text(
         json.dumps({**backends, "common_backend": "torch", "common_backend_version": 1})
     )
-    with (folder / ".metadata").open("wb") as file:
-        pickle.dump(metadata, file)
+    (folder / ".metadata").write_bytes(pickles.dumps(metadata))
+
+
+def _instance(path: str, **fields: Any) -> Any:
+    return pickles.named(path)(fields or None)
+
+
+def _size(numbers: tuple[int, ...]) -> pickles.Call:
+    return pickles.Call("torch.Size", numbers)
+
+
+def _index(key: str, offset: pickles.Call | None) -> Any:
+    return _instance(f"{_METADATA}.MetadataIndex", fqn=key, offset=offset, index=None)
+
+
+def _info(place: Place) -> Any:
+    fields = {"relative_path": place.file, "offset": place.position, "length": place.length}
+    return _instance("torch.distributed.checkpoint.filesystem._StorageInfo", **fields)
+
+
+def _properties(dtype: Dtype) -> Any:
+    layout = pickles.Call("torch.serialization._get_layout", "torch.strided")
+    memory_format = pickles.Call(f"{_METADATA}._MEM_FORMAT_ENCODING", 0)
+    state = (pickles.named(f"torch.{dtype}"), layout, False, memory_format, False)
+    return pickles.named(f"{_METADATA}.TensorProperties")(state)
