@@ -14,11 +14,11 @@ from megappo.reshard.actor_to_rollout import TransferSpec
 from megappo.reshard.copies import Copy
 from megappo.reshard.routes import DEVICE, distance
 from megappo.reshard.transfer import destination_block
-from megappo.reshard.verify import MOST, ROW, SHARE, Verifier, _all_multipliers, _device_checksums, checksums
+from megappo.reshard.verify import MOST, ROW, SHARE, Verifier, _all_multipliers, _device_checksums, checksums, stamped
 
 
 def checksum(block: torch.Tensor) -> int:
-    return checksums([block])[0]
+    return int(checksums([block]))
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_checksum_is_the_sum_of_words_times_multipliers(dtype: torch.dtype, shap
     # As CUDA computes it, several at a time, of several sizes.
     parts = (block[:1], block, block.swapaxes(0, -1))
     there = _device_checksums(parts).tolist()
-    assert there == checksums(parts)
+    assert there == checksums(parts).tolist()
     assert there[1] % 2**64 == wanted
     # Wherever it lies, in one piece or not.
     assert checksum(torch.cat([block.view(-1)[:1], block.view(-1)])[1:]) == checksum(block)
@@ -91,18 +91,20 @@ def test_a_sample_finds_what_it_looks_at_and_no_more() -> None:
     seen: list[list[Copy]] = []
     for version in range(SHARE + 1):
         said = {
-            rank: sums[receiver]
+            rank: stamped(version, sums[receiver])
             for rank in range(receiver)
             if (sums := ends[rank].sent_sums(version, numbered(transfer, rank, 1)))
         }
         assert said.keys() == ends[receiver].empty_sums(version).keys()
-        assert ends[receiver].differences(version, params, said) == []
+        found = ends[receiver].received_sums(version, params)
+        assert ends[receiver].differences(version, found, said) == []
         spoilt = {name: param.clone() for name, param in params.items()}
         spoilt[victim][0, 0] += 1
-        seen.append([copy for copy, _ in ends[receiver].differences(version, spoilt, said)])
+        spoilt_sums = ends[receiver].received_sums(version, spoilt)
+        seen.append([copy for copy, _ in ends[receiver].differences(version, spoilt_sums, said)])
         # Sums of another sync are not taken for this one's.
         others = {rank: sums + torch.eye(1, len(sums))[0].long() for rank, sums in said.items()}
-        assert bool(ends[receiver].differences(version, params, others)) == bool(said)
+        assert bool(ends[receiver].differences(version, found, others)) == bool(said)
     first, *later = seen  # the first is looked at as a whole
     assert [copy.param for copy in first] == [victim]
     assert [copy.param for found in later for copy in found] == [victim]

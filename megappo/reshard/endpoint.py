@@ -17,7 +17,7 @@ from megappo.reshard.routes import DEVICE, NETWORK, distance
 from megappo.reshard.shared_memory import SharedMemory, open_rings
 from megappo.reshard.transfer import ON_DEVICE, ON_HOST, carry_out
 from megappo.reshard.transport import Transport
-from megappo.reshard.verify import Verifier
+from megappo.reshard.verify import Verifier, stamped
 
 
 class Passing(Protocol):
@@ -83,11 +83,16 @@ class Endpoint:
             TransferError: a peer died or took longer than the limit.
         """
 
-        sums: dict[int, torch.Tensor] = {}
+        sent: dict[int, torch.Tensor] = {}
+        received: dict[int, torch.Tensor] = {}
 
         def under_way() -> None:
             if passing is None:  # while others still receive
-                sums.update(self.verifier.sent_sums(version, params))
+                sent.update(self.verifier.sent_sums(version, params))
+
+        def landing() -> None:
+            if passing is None:
+                received.update(self.verifier.received_sums(version, params))
 
         def arrived() -> None:
             if passing is not None:
@@ -97,36 +102,34 @@ class Endpoint:
         def carrier(peer: int) -> Transport:
             return self._carriers.get(peer, self._gloo)
 
-        moved = carry_out(self.rank, self._messages, self._pace.in_flight, params, carrier, arrived, under_way)
-        return Receipt(*moved, self.prove(version, params, sums))
+        in_flight = self._pace.in_flight
+        moved = carry_out(self.rank, self._messages, in_flight, params, carrier, arrived, under_way, landing)
+        if passing is not None:
+            sent, received = self.verifier.sent_sums(version, params), self.verifier.received_sums(version, params)
+        return Receipt(*moved, self._compare(version, sent, received))
 
     def mismatches(
-        self, version: int, params: Mapping[str, torch.Tensor], said: Mapping[int, torch.Tensor]
+        self, version: int, found: Mapping[int, torch.Tensor], said: Mapping[int, torch.Tensor]
     ) -> tuple[str, ...]:
-        """What differs from what the senders said, one line a region."""
+        """What differs from what the senders said, one line a region; see :meth:`Verifier.differences`."""
         describe = self._transfer.describe
         return tuple(
             f"weight sync {version}: {copy.name} at {copy.param}{list(copy.offset)}, size {list(copy.size)}, came to "
             f"{describe(copy.destination)} otherwise than {describe(copy.source)} has it"
             + (f" (which sent version {sent})" if sent != version else "")
-            for copy, sent in self.verifier.differences(version, params, said)
+            for copy, sent in self.verifier.differences(version, found, said)
         )
 
-    def prove(
-        self, version: int, params: Mapping[str, torch.Tensor], sums: Mapping[int, torch.Tensor] | None = None
+    def _compare(
+        self, version: int, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]
     ) -> tuple[str, ...]:
-        """Exchange checksums of what was sent and received; returns what differs, one line a region.
-
-        Args:
-            sums: of what was sent, where they are known already.
-        """
-        sums = sums or self.verifier.sent_sums(version, params)
+        """Exchange checksums of what was sent and received; returns what differs, one line a region."""
         said = self.verifier.empty_sums(version)
-        works = [self._gloo.expect(found, source, SUMS) for source, found in said.items()]
-        works += [self._gloo.post(found, to, SUMS) for to, found in sums.items()]
+        works = [self._gloo.expect(sums, source, SUMS) for source, sums in said.items()]
+        works += [self._gloo.post(stamped(version, sums), to, SUMS) for to, sums in sent.items()]
         for work in works:
             work.wait()
-        return self.mismatches(version, params, said)
+        return self.mismatches(version, received, said)
 
     def _choose_carriers(self, bucket: int, device: torch.device) -> None:
         places = self._transfer.places

@@ -64,6 +64,8 @@ class NcclTransport:
         """See :class:`megappo.reshard.transport.Transport`; the limit is on each message after the one before."""
         for work in self.unfinished:
             work.finish(time.monotonic() + self.timeout_s)
+        for last in {work.pair: work for work in self.unfinished}.values():
+            last.join()  # raises what went wrong, which a communicator does not survive
         self.unfinished.clear()
 
     def _message(self, blocks: Blocks) -> _Message:
@@ -128,12 +130,13 @@ class NcclWork:
     def __init__(
         self, transport: NcclTransport, pair: Any, work: Any, lateness: str, message: _Message, unpacks: bool
     ) -> None:
-        self._transport, self._pair, self._work, self._lateness = transport, pair, work, lateness
+        self.pair = pair
+        self._transport, self._work, self._lateness = transport, work, lateness
         self._message, self._unpacks = message, unpacks
 
     def wait(self) -> None:
         """Let the current stream go on after it; see :class:`megappo.reshard.transport.Work`."""
-        self._join()
+        self.join()
         self._transport.unfinished.append(self)
         if self._unpacks:
             self._message.unpack()
@@ -141,19 +144,23 @@ class NcclWork:
             self._transport.give(self._message.bucket)  # what is next written there comes later on the same stream
 
     def finish(self, deadline: float) -> None:
-        """Return once it has truly arrived.
+        """Return once it has truly arrived, or failed, which :meth:`join` raises.
 
         Raises:
-            TransferError: it has not by the deadline (of ``time.monotonic``), or will not.
+            TransferError: it has not by the deadline (of ``time.monotonic``).
         """
         while not self._work.is_completed():
             if time.monotonic() > deadline:
-                self._pair.abort()
+                self.pair.abort()
                 raise TransferError(f"{self._lateness} within {self._transport.timeout_s:g} s")
             time.sleep(POLL_S)
-        self._join()  # raises what went wrong
 
-    def _join(self) -> None:
+    def join(self) -> None:
+        """Let the current stream go on after it.
+
+        Raises:
+            TransferError: the peer is gone.
+        """
         try:
             self._work.wait()
         except dist.DistBackendError as error:

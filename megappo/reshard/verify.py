@@ -24,6 +24,9 @@ REGION = 1 << 18
 SHARE, MOST = 256, 16
 """A sample is one region in 256 of what one rank sends to another, at most 16: others at each sync, all in time."""
 
+TOGETHER = 32
+"""Regions whose checksums a GPU takes in one go: launches take longer than sums. At most 96 MiB of it meanwhile."""
+
 View = Callable[[Mapping[str, torch.Tensor], Copy], torch.Tensor]
 """What a region is in a rank's parameters."""
 
@@ -61,21 +64,22 @@ class Verifier:
         for side, view in ((self.received, destination_block), (self.sent, source_block)):
             for regions in side.values() if passing else ():
                 chosen = [region for region in self._chosen(version, regions) if _own_param(region, view) in passing]
-                self._noted.update(zip(chosen, checksums([view(passing, region) for region in chosen]), strict=True))
+                sums = checksums([view(passing, region) for region in chosen])
+                self._noted.update(zip(chosen, sums.tolist(), strict=True))
 
     def sent_sums(self, version: int, params: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """What receivers should find: the version and the checksums of this sync's regions, int64 on the CPU.
+        """Checksums of this sync's regions, by receiver: int64 [regions], on their device, which may still be at it.
 
         Those of whose regions none is looked at are left out.
         """
-        return {
-            peer: self._sums(version, regions, params, source_block)
-            for peer, regions in self.sent.items()
-            if self._chosen(version, regions)
-        }
+        return self._sums(version, params, self.sent, source_block)
+
+    def received_sums(self, version: int, params: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The same of what was received, by sender."""
+        return self._sums(version, params, self.received, destination_block)
 
     def empty_sums(self, version: int) -> dict[int, torch.Tensor]:
-        """Where to put what senders say, by sender."""
+        """Where to put what senders say (:func:`stamped`), by sender."""
         return {
             peer: torch.empty(1 + len(chosen), dtype=torch.int64)
             for peer, regions in self.received.items()
@@ -83,30 +87,34 @@ class Verifier:
         }
 
     def differences(
-        self, version: int, params: Mapping[str, torch.Tensor], said: Mapping[int, torch.Tensor]
+        self, version: int, found: Mapping[int, torch.Tensor], said: Mapping[int, torch.Tensor]
     ) -> list[tuple[Copy, int]]:
-        """Regions, after receipt, that differ from what their senders said, each with its sender's version."""
-        found = []
-        for peer, regions in self.received.items():
-            if not (chosen := self._chosen(version, regions)):
-                continue
-            own = self._sums(version, regions, params, destination_block)
+        """Regions that differ from what their senders said, each with its sender's version.
+
+        Args:
+            found: :meth:`received_sums`.
+            said: by sender, its :meth:`sent_sums`, :func:`stamped`.
+        """
+        differ = []
+        for peer, sums in found.items():
+            chosen, own = self._chosen(version, self.received[peer]), stamped(version, sums)
             wrong = (own != said[peer])[1:] | (own[0] != said[peer][0])
-            found += [(chosen[at], int(said[peer][0])) for at in wrong.nonzero().flatten().tolist()]
-        return found
+            differ += [(chosen[at], int(said[peer][0])) for at in wrong.nonzero().flatten().tolist()]
+        return differ
 
     def _sums(
-        self,
-        version: int,
-        regions: Sequence[Copy],
-        params: Mapping[str, torch.Tensor],
-        view: View,
-    ) -> torch.Tensor:
-        chosen = self._chosen(version, regions)
-        now = [region for region in chosen if region not in self._noted]
-        found = dict(zip(now, checksums([view(params, region) for region in now]), strict=True))
-        sums = [found[region] if region in found else self._noted.pop(region) for region in chosen]
-        return torch.tensor([version, *sums])
+        self, version: int, params: Mapping[str, torch.Tensor], side: Mapping[int, Sequence[Copy]], view: View
+    ) -> dict[int, torch.Tensor]:
+        chosen = {peer: self._chosen(version, regions) for peer, regions in side.items()}
+        return {peer: self._with_noted(regions, params, view) for peer, regions in chosen.items() if regions}
+
+    def _with_noted(self, regions: Sequence[Copy], params: Mapping[str, torch.Tensor], view: View) -> torch.Tensor:
+        now = [region for region in regions if region not in self._noted]
+        found = checksums([view(params, region) for region in now])
+        if len(now) == len(regions):
+            return found
+        known = dict(zip(now, found.tolist(), strict=True))
+        return torch.tensor([known[region] if region in known else self._noted.pop(region) for region in regions])
 
     def _chosen(self, version: int, regions: Sequence[Copy]) -> Sequence[Copy]:
         if self._first is None:
@@ -123,11 +131,20 @@ def _own_param(region: Copy, view: View) -> str | None:
     return region.param if view is destination_block else region.source_param if region.wave else None
 
 
-def checksums(blocks: Sequence[torch.Tensor]) -> list[int]:
-    """The checksum of each region, of at most :data:`REGION` elements; all of one dtype and on one device."""
+def stamped(version: int, sums: torch.Tensor) -> torch.Tensor:
+    """What a sender says: its version, and checksums. int64 [1 + regions] on the CPU; waits for the device."""
+    return torch.cat([torch.tensor([version]), sums.cpu()])
+
+
+def checksums(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The checksum of each region, of at most :data:`REGION` elements; all of one dtype and on one device.
+
+    Returns:
+        int64 [regions] on that device, which may still be at it.
+    """
     if not blocks or blocks[0].device.type == "cpu":
-        return [_checksum(block) for block in blocks]
-    return [value for at in range(0, len(blocks), MOST) for value in _device_checksums(blocks[at : at + MOST]).tolist()]
+        return torch.tensor([_checksum(block) for block in blocks], dtype=torch.int64)
+    return torch.cat([_device_checksums(blocks[at : at + TOGETHER]) for at in range(0, len(blocks), TOGETHER)])
 
 
 def _checksum(block: torch.Tensor) -> int:

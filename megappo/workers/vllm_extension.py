@@ -126,7 +126,9 @@ class WeightReceiver:
         received = self._shared.receive()
         own = self._endpoint.rank
         said = {source: torch.tensor(found[own]) for source, found in sums.items() if own in found}
-        receipt = Receipt(0, received, self._endpoint.mismatches(version, self._received, said))
+        found = self._endpoint.verifier.received_sums(version, self._received)
+        torch.cuda.synchronize()
+        receipt = Receipt(0, received, self._endpoint.mismatches(version, found, said))
         self._merge()
         return receipt
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megappo.reshard.actor_to_rollout import Meeting, TransferSpec
 from megappo.reshard.cuda_ipc import SharedParams, share_params
 from megappo.reshard.endpoint import Endpoint
+from megappo.reshard.verify import stamped
 from megappo.workers.megatron_role import MegatronRole
 
 
@@ -45,4 +46,4 @@ class WeightSender:
         """What receivers that map the weights should find, by receiver; of :class:`megappo.reshard.verify.Verifier`."""
         self.role.residence.work(training=False)
         found = self.endpoint.verifier.sent_sums(version, self.role.params)
-        return {receiver: sums.tolist() for receiver, sums in found.items()}
+        return {receiver: stamped(version, sums).tolist() for receiver, sums in found.items()}
