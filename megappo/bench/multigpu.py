@@ -13,8 +13,8 @@ from megappo.bench import multigpu_layouts, multigpu_run, multigpu_scaling, mult
 from megappo.bench.shapes import add_tokenizer, make_qwen
 from megappo.bench.table import BenchError, show
 
-SIZES = ("0.5b", "tiny")
-SYNCED = {"0.5b": ("1.5b", "7b"), "tiny": ("tiny",)}
+SIZES = ("0.5b", "1.5b", "tiny")
+SYNCED = {"0.5b": ("1.5b", "7b"), "1.5b": ("1.5b", "7b"), "tiny": ("tiny",)}
 """Shapes whose weights are sent, by the size of the model that is trained."""
 
 CPU_RANKS = 2

@@ -63,11 +63,11 @@ def run_layouts(model: str, chosen: Sequence[Layout]) -> dict[str, Numbers]:
     checkpoint in the other. Ranks that report nothing have empty answers."""
     answers: dict[str, Numbers] = {}
     for layout in chosen:
-        taken = _outside_torch()
+        taken = outside_torch()
         role = make_role(model, layout)
         numbers = _numbers(role)
         if taken:
-            numbers["memory"] = {dist.get_rank(): _outside_torch() - taken}
+            numbers["memory"] = {dist.get_rank(): outside_torch() - taken}
         answers[layout.describe() if layout.world > 1 else "1"] = numbers
         del role
         gc.collect()
@@ -91,7 +91,7 @@ def make_role(model: str, layout: Layout) -> Any:
     return training.make_role(Path(model), TOKENS, layout=layout)
 
 
-def _outside_torch() -> int:
+def outside_torch() -> int:
     """Bytes of this process's GPU that torch's allocator does not hold: CUDA's own, and NCCL's for its groups."""
     if not torch.cuda.is_available():
         return 0

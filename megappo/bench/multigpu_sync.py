@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megappo.bench.multigpu_layouts import outside_torch
 from megappo.bench.ranks import on_ranks
 from megappo.bench.reshard_ways import BareMessages, GatherThenBroadcast, make_params, own_boxes
 from megappo.bench.shapes import qwen_spec
@@ -55,12 +56,14 @@ def measure(size: str, world: int, *, on_cuda: bool) -> list[dict[str, float | s
         row |= {"gathered s / s": seconds["gather, broadcast"] / seconds[way]}
         if on_cuda:
             row["extra MiB a device"] = max(answer["extra"][way] for answer in answers) / 2**20
+            row["more outside torch"] = max(answer["outside"][way] for answer in answers) / 2**20
         rows.append(row)
     return rows
 
 
 def sync_all_ways(transfer: TransferSpec, dtype: torch.dtype, meeting: Meeting) -> dict[str, Any]:
-    """On every rank: seconds, bytes received and extra memory of each way, and a sum over what was received."""
+    """On every rank: seconds, bytes received and extra memory of each way (torch's, and outside it, where communicators
+    are), and a sum over what was received."""
     from megappo.models.process_groups import device
 
     rank, where = dist.get_rank(), device()
@@ -74,11 +77,11 @@ def sync_all_ways(transfer: TransferSpec, dtype: torch.dtype, meeting: Meeting) 
         "gather, broadcast": _method(GatherThenBroadcast(transfer, rank, dtype, where), params),
         "bare messages": _method(BareMessages(rank, endpoint.part, dtype, where), params),
     }
-    out: dict[str, Any] = {"seconds": {}, "first": {}, "received": {}, "extra": {}, "sums": {}, "mismatches": ()}
+    out: dict[str, Any] = {"seconds": {}, "first": {}, "received": {}, "extra": {}, "outside": {}, "sums": {}}
     for name, sync in ways.items():
         for param in params.values() if not sends and name != "bare messages" else ():
             param.zero_()
-        before = _start_memory(where)
+        before, outside = _start_memory(where), outside_torch()
         times = []
         for version in range(ROUNDS):
             taken, out["received"][name] = _timed(sync, version, where)
@@ -86,6 +89,7 @@ def sync_all_ways(transfer: TransferSpec, dtype: torch.dtype, meeting: Meeting) 
         out["first"][name], rest = times[0], sorted(times[1:])
         out["seconds"][name] = rest[len(rest) // 2]
         out["extra"][name] = torch.cuda.max_memory_allocated() - before if where.type == "cuda" else 0
+        out["outside"][name] = outside_torch() - outside
         out["sums"][name] = {key: float(param.double().sum()) for key, param in params.items()}
         if name == "ours":
             receipt = out["received"][name]
