@@ -7,6 +7,7 @@ import signal
 import time
 from collections import UserDict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -24,7 +25,7 @@ from megappo.reshard.agreement import disagreement
 from megappo.reshard.gloo import host_store
 from megappo.reshard.messages import make_messages
 from megappo.reshard.transfer import Pace, carry_out
-from megappo.reshard.transport import flat
+from megappo.reshard.transport import in_one_piece, pack
 
 MODEL = ModelSpec(
     family="qwen2",
@@ -336,7 +337,7 @@ class Loopback:
         assert self.flying == {True: 0, False: 0}
 
     def tends(self, blocks: Any) -> bool:
-        return flat(blocks) is None
+        return not in_one_piece(blocks)
 
     def send(self, blocks: Any, to: int) -> Any:
         self.mail.append([block.clone() for block in blocks])
@@ -373,3 +374,36 @@ def test_at_most_two_messages_that_take_memory_are_under_way() -> None:
     assert not mail
     for name, values in expected(0, 1).items():
         np.testing.assert_array_equal(copies[name], values, err_msg=name)
+
+
+# --- replicas --------------------------------------------------------------------------------------------------------
+
+
+def test_what_replicas_want_is_packed_once_while_it_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over gloo: two ranks get the same columns out of one bucket, and later others out of it, with their values."""
+    from megappo.reshard import gloo
+
+    packed: list[int] = []
+    monkeypatch.setattr(gloo, "pack", lambda blocks, bucket: packed.append(len(blocks)) or pack(blocks, bucket))
+    store = host_store("127.0.0.1", 20.0)
+    with ThreadPoolExecutor(3) as pool:
+        sender, *receivers = pool.map(
+            lambda rank: gloo.GlooTransport("127.0.0.1", store.port, rank, 3, 20.0, 1024), range(3)
+        )
+    weights = torch.arange(40.0).view(4, 10)
+    for turn, (columns, packs) in enumerate([(slice(5), 1), (slice(5), 2), (slice(5, None), 3)]):
+        weights += 100 * turn
+        found = [torch.zeros(4, 5), torch.zeros(4, 5)]
+        works = [receiver.receive([values], 0) for receiver, values in zip(receivers, found, strict=True)]
+        works += [sender.send([weights[:, columns]], to) for to in (1, 2)]
+        for work in works:
+            work.wait()
+        assert all(torch.equal(values, weights[:, columns]) for values in found)
+        assert len(packed) == packs
+    works = [sender.send([weights[:, columns]], 1) for columns in (slice(5), slice(5, None))]  # others: two buckets
+    for columns in (slice(5), slice(5, None)):
+        receivers[0].receive([found[0]], 0).wait()
+        assert torch.equal(found[0], weights[:, columns])
+    for work in works:
+        work.wait()
+    assert len(packed) == 5

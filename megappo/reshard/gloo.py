@@ -1,13 +1,14 @@
 """Messages over gloo, in a group of its own that leaves every other process group alone.
 
-Blocks in host memory that lie in one piece go straight from parameter to parameter. Others are packed; those on a GPU
-are staged through pinned host memory.
+Blocks in host memory that lie in one piece go straight from parameter to parameter. Others are packed, once for all
+replicas that want the same while it is under way; those on a GPU are staged through pinned host memory.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megappo.reshard.transport import SENDERS_WAIT, Blocks, Buckets, TransferError, flat, pack, size_of, unpack
+from megappo.reshard.transport import SENDERS_WAIT, Blocks, Buckets, TransferError, in_one_piece, pack, size_of, unpack
 
 DATA, READY, FREE, SUMS = range(4)
 """Kinds of traffic between two ranks; each keeps its own order."""
@@ -56,6 +57,7 @@ class GlooTransport:
         self.rank, self.timeout_s, self.describe = rank, timeout_s, cache(describe)
         self._buckets = Buckets(bucket_bytes)
         self._pinned = Buckets(bucket_bytes, lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        self._packed: dict[Hashable, _Packed] = {}
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timeout
@@ -68,29 +70,31 @@ class GlooTransport:
 
     def tends(self, blocks: Blocks) -> bool:
         """See :class:`megappo.reshard.transport.Transport`."""
-        return blocks[0].device.type != "cpu" or flat(blocks) is None
+        return not (blocks[0].device.type == "cpu" and in_one_piece(blocks))
 
     def send(self, blocks: Blocks, to: int) -> GlooWork:
         """Start to send; see :class:`megappo.reshard.transport.Transport`."""
-        on_host = blocks[0].device.type == "cpu"
-        straight = flat(blocks) if on_host else None
-        if straight is not None:
-            return self.post(straight, to, DATA)
-        buckets = self._buckets if on_host else self._pinned
-        bucket = buckets.take()
-        if on_host:
-            data = pack(blocks, bucket)
-        else:  # packed there: one copy over the bus instead of many
-            data = bucket[: size_of(blocks)]
-            data.copy_(torch.cat([block.reshape(-1) for block in blocks]).view(torch.uint8))
-        return self.post(data, to, DATA, then=lambda: buckets.give(bucket))
+        if not self.tends(blocks):
+            return self.post(blocks[0], to, DATA)
+        key = tuple((block.data_ptr(), block.shape, block.stride()) for block in blocks)
+        packed = self._packed.get(key)
+        if packed is None:
+            packed = self._packed[key] = self._pack(blocks)
+        packed.readers += 1
+
+        def gone() -> None:
+            packed.readers -= 1
+            if not packed.readers:
+                del self._packed[key]
+                packed.owner.give(packed.bucket)
+
+        return self.post(packed.data, to, DATA, then=gone)
 
     def receive(self, blocks: Blocks, source: int) -> GlooWork:
         """Start to receive; see :class:`megappo.reshard.transport.Transport`."""
+        if not self.tends(blocks):
+            return self.expect(blocks[0], source, DATA)
         on_host = blocks[0].device.type == "cpu"
-        straight = flat(blocks) if on_host else None
-        if straight is not None:
-            return self.expect(straight, source, DATA)
         buckets = self._buckets if on_host else self._pinned
         bucket = buckets.take()
         data = bucket[: size_of(blocks)]
@@ -100,6 +104,16 @@ class GlooTransport:
             buckets.give(bucket)
 
         return self.expect(data, source, DATA, then=done)
+
+    def _pack(self, blocks: Blocks) -> _Packed:
+        on_host = blocks[0].device.type == "cpu"
+        buckets = self._buckets if on_host else self._pinned
+        bucket = buckets.take()
+        if on_host:
+            return _Packed(buckets, bucket, pack(blocks, bucket))
+        data = bucket[: size_of(blocks)]  # packed there: one copy over the bus instead of many
+        data.copy_(torch.cat([block.reshape(-1) for block in blocks]).view(torch.uint8))
+        return _Packed(buckets, bucket, data)
 
     def post(self, data: torch.Tensor, to: int, kind: int, then: Callable[[], None] | None = None) -> GlooWork:
         """Start to send a contiguous tensor in host memory; ``then`` is called by ``wait`` when it has gone.
@@ -124,6 +138,16 @@ class GlooTransport:
             work = self._group.recv([data.view(-1).view(torch.uint8)], source, kind)
             return GlooWork(work, data, late, self.timeout_s, then)
         raise AssertionError
+
+
+@dataclass
+class _Packed:
+    """A message in a bucket, on its way to so many ranks."""
+
+    owner: Buckets
+    bucket: torch.Tensor
+    data: torch.Tensor
+    readers: int = 0
 
 
 class GlooWork:

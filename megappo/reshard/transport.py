@@ -84,10 +84,9 @@ def size_of(blocks: Blocks) -> int:
     return sum(block.nbytes for block in blocks)
 
 
-def flat(blocks: Blocks) -> torch.Tensor | None:
-    """The bytes of a message that lies in one piece in its parameter and need not be packed, uint8; else None."""
-    whole = len(blocks) == 1 and blocks[0].is_contiguous()
-    return blocks[0].view(-1).view(torch.uint8) if whole else None
+def in_one_piece(blocks: Blocks) -> bool:
+    """Whether a message lies in one piece in its parameter, and need not be packed."""
+    return len(blocks) == 1 and blocks[0].is_contiguous()
 
 
 def pack(blocks: Blocks, bucket: torch.Tensor) -> torch.Tensor:
