@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.reshard.gloo import GlooTransport
-from megappo.reshard.transport import Blocks, Buckets, TransferError, parts, size_of
+from megappo.reshard.transport import SENDERS_WAIT, Blocks, Buckets, TransferError, parts, size_of
 
 POLL_S = 2e-5
 
@@ -63,7 +63,7 @@ class NcclTransport:
     def finish(self) -> None:
         """See :class:`megappo.reshard.transport.Transport`; the limit is on each message after the one before."""
         for work in self.unfinished:
-            work.finish(time.monotonic() + self.timeout_s)
+            work.finish()
         for last in {work.pair: work for work in self.unfinished}.values():
             last.join()  # raises what went wrong, which a communicator does not survive
         self.unfinished.clear()
@@ -143,12 +143,14 @@ class NcclWork:
         if self._message.bucket is not None:
             self._transport.give(self._message.bucket)  # what is next written there comes later on the same stream
 
-    def finish(self, deadline: float) -> None:
+    def finish(self) -> None:
         """Return once it has truly arrived, or failed, which :meth:`join` raises.
 
         Raises:
-            TransferError: it has not by the deadline (of ``time.monotonic``).
+            TransferError: it has not within the limit, from now on.
         """
+        limit_s = self._transport.timeout_s * (1 if self._unpacks else SENDERS_WAIT)
+        deadline = time.monotonic() + limit_s
         while not self._work.is_completed():
             if time.monotonic() > deadline:
                 self.pair.abort()
