@@ -129,7 +129,7 @@ class FromCheckpoint:
     def fill(self, places: Mapping[str, Stored], processes: int) -> None:
         """Copy all that is in the checkpoint to where it belongs."""
         chunks: dict[Chunk, list[Part]] = {}
-        for part in self.parts:
+        for part in sorted(self.parts, key=lambda part: _first(part, places)):  # file by file
             chunks.setdefault(part.chunk, []).append(part)
         sizes = [sum(part.num_bytes for part in parts) for parts in chunks.values()]
         prepare({*(chunk.dtype for chunk in chunks), *(place.dtype for place in places.values())})
@@ -155,6 +155,12 @@ def _layer_apart(key: str) -> tuple[str, tuple[int, ...]]:
     """The key for all layers, and which one it is where the checkpoint has a key for each."""
     match = re.match(r"decoder\.layers\.(\d+)\.", key)
     return (f"decoder.layers.{key[match.end() :]}", (int(match[1]),)) if match else (key, ())
+
+
+def _first(part: Part, places: Mapping[str, Stored]) -> tuple[Path, int]:
+    """Where about a part belongs."""
+    place = places[part.tensor.boxes[0].name]
+    return place.path, place.position
 
 
 def _copy(files: Files, folder: Path, places: Mapping[str, Stored], parts: Sequence[Part]) -> str | None:

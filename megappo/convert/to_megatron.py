@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -193,6 +192,5 @@ def _fill(files: Files, found: Mapping[str, Stored], folder: Path, item: tuple[P
             checksum = crc32(written, checksum)
             filled += len(written)
     back = frame.back(crc32(bytes(values.num_bytes - filled), checksum))
-    for position, text in ((begin, frame.front), (begin + chunk.place.length - len(back), back)):
-        if os.pwrite(files.writer(path), text, position) != len(text):
-            raise OSError(f"{path}: the disk is full")
+    files.write(path, begin, frame.front)
+    files.write(path, begin + chunk.place.length - len(back), back)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 from megappo.layout.mesh import Layout
@@ -35,7 +36,7 @@ class MegatronTensor:
     split: Split
     boxes: tuple[Box, ...]
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Its name in checkpoints, where all layers' parameters of one kind are one tensor with an axis in front.
 
@@ -43,7 +44,7 @@ class MegatronTensor:
         """
         return _EXPERT.sub(r"\1.experts.\2", _LAYER.sub(r"\1.", self.name))
 
-    @property
+    @cached_property
     def index(self) -> tuple[int, ...]:
         """Its place on the axes in front: its layer, if it has one, and its expert."""
         layer, expert = _LAYER.match(self.name), _EXPERT.search(self.name)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 PIECE_BYTES = 2**18
 """What is copied at a time (or one row): it stays in a core's cache between being read, summed and written."""
 
-MOST_FILES = 64
-"""Files that a process has open for reading, and for writing."""
+MOST_FILES = 128
+"""That a process has open."""
 
 
 class Files:
@@ -39,13 +39,24 @@ class Files:
         while self._open:
             os.close(self._open.popitem()[1])
 
-    def reader(self, path: Path) -> int:
-        """A descriptor to read from, until others are asked for."""
-        return self._descriptor(path, os.O_RDONLY)
+    def read(self, path: Path, position: int, buffer: memoryview) -> None:
+        """Fill a buffer.
 
-    def writer(self, path: Path) -> int:
-        """A descriptor to write to, until others are asked for; the file must be there."""
-        return self._descriptor(path, os.O_WRONLY)
+        Raises:
+            EOFError: the file is shorter than it should be.
+        """
+        descriptor, done = self._descriptor(path, os.O_RDONLY), 0
+        while done < len(buffer):
+            count = os.preadv(descriptor, [buffer[done:]], position + done)
+            if count == 0:
+                raise EOFError(f"{path}: ends before byte {position + len(buffer)}")
+            done += count
+
+    def write(self, path: Path, position: int, content: memoryview | bytes) -> None:
+        """Write all of it; the file must be there."""
+        descriptor, done = self._descriptor(path, os.O_WRONLY), 0
+        while done < len(content):
+            done += os.pwrite(descriptor, content[done:], position + done)
 
     def memory(self, size: int) -> memoryview:
         """So many bytes, the same each time."""
@@ -56,7 +67,7 @@ class Files:
     def _descriptor(self, path: Path, flags: int) -> int:
         found = self._open.get((path, flags))
         if found is None:
-            if len(self._open) == 2 * MOST_FILES:
+            if len(self._open) == MOST_FILES:
                 os.close(self._open.pop(next(iter(self._open))))
             found = self._open[path, flags] = os.open(path, flags | os.O_CLOEXEC)
         return found
@@ -104,22 +115,13 @@ class Stored:
         Raises:
             EOFError: the file is shorter than it should be.
         """
-        descriptor = files.reader(self.path)
         for begin, piece in self._runs(offset, size, buffer):
-            done = 0
-            while done < len(piece):
-                count = os.preadv(descriptor, [piece[done:]], begin + done)
-                if count == 0:
-                    raise EOFError(f"{self.path}: ends before byte {begin + len(piece)}")
-                done += count
+            files.read(self.path, begin, piece)
 
     def write_from(self, files: Files, offset: Sequence[int], size: Sequence[int], buffer: memoryview) -> None:
         """Write the bytes of one block; the file must be there."""
-        descriptor = files.writer(self.path)
         for begin, piece in self._runs(offset, size, buffer):
-            done = 0
-            while done < len(piece):
-                done += os.pwrite(descriptor, piece[done:], begin + done)
+            files.write(self.path, begin, piece)
 
     def _runs(self, offset: Sequence[int], size: Sequence[int], buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
         """The pieces of a block that are in one piece in the file: where they begin, and their part of the buffer."""
