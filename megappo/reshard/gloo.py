@@ -58,6 +58,7 @@ class GlooTransport:
         self._buckets = Buckets(bucket_bytes)
         self._pinned = Buckets(bucket_bytes, lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
         self._packed: dict[Hashable, _Packed] = {}
+        self._late = cache(lambda peer, failed, times=1.0: _Lateness(f"{describe(peer)} {failed}", timeout_s, times))
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timeout
@@ -70,7 +71,7 @@ class GlooTransport:
 
     def tends(self, blocks: Blocks) -> bool:
         """See :class:`megappo.reshard.transport.Transport`."""
-        return not (blocks[0].device.type == "cpu" and in_one_piece(blocks))
+        return not (blocks[0].is_cpu and in_one_piece(blocks))
 
     def send(self, blocks: Blocks, to: int) -> GlooWork:
         """Start to send; see :class:`megappo.reshard.transport.Transport`."""
@@ -94,7 +95,7 @@ class GlooTransport:
         """Start to receive; see :class:`megappo.reshard.transport.Transport`."""
         if not self.tends(blocks):
             return self.expect(blocks[0], source, DATA)
-        on_host = blocks[0].device.type == "cpu"
+        on_host = blocks[0].is_cpu
         buckets = self._buckets if on_host else self._pinned
         bucket = buckets.take()
         data = bucket[: size_of(blocks)]
@@ -106,7 +107,7 @@ class GlooTransport:
         return self.expect(data, source, DATA, then=done)
 
     def _pack(self, blocks: Blocks) -> _Packed:
-        on_host = blocks[0].device.type == "cpu"
+        on_host = blocks[0].is_cpu
         buckets = self._buckets if on_host else self._pinned
         bucket = buckets.take()
         if on_host:
@@ -121,10 +122,9 @@ class GlooTransport:
         Raises:
             TransferError: the other one is gone already.
         """
-        late = _Lateness(f"{self.describe(to)} took nothing", self.timeout_s)
+        late = self._late(to, "took nothing", SENDERS_WAIT)
         with late:
-            work = self._group.send([data.view(-1).view(torch.uint8)], to, kind)
-            return GlooWork(work, data, late, SENDERS_WAIT * self.timeout_s, then)
+            return GlooWork(self._group.send([data], to, kind), data, late, then)
         raise AssertionError
 
     def expect(self, data: torch.Tensor, source: int, kind: int, then: Callable[[], None] | None = None) -> GlooWork:
@@ -133,10 +133,9 @@ class GlooTransport:
         Raises:
             TransferError: the other one is gone already.
         """
-        late = _Lateness(f"{self.describe(source)} sent nothing", self.timeout_s)
+        late = self._late(source, "sent nothing")
         with late:
-            work = self._group.recv([data.view(-1).view(torch.uint8)], source, kind)
-            return GlooWork(work, data, late, self.timeout_s, then)
+            return GlooWork(self._group.recv([data], source, kind), data, late, then)
         raise AssertionError
 
 
@@ -153,25 +152,22 @@ class _Packed:
 class GlooWork:
     """A message under way; it keeps its tensor alive."""
 
-    def __init__(
-        self, work: Any, data: torch.Tensor, late: _Lateness, limit_s: float, then: Callable[[], None] | None
-    ) -> None:
+    def __init__(self, work: Any, data: torch.Tensor, late: _Lateness, then: Callable[[], None] | None) -> None:
         self._work, self._data, self._late, self._then = work, data, late, then
-        self._limit = timedelta(seconds=limit_s)
 
     def wait(self) -> None:
         """See :class:`megappo.reshard.transport.Work`."""
         with self._late:
-            self._work.wait(self._limit)
+            self._work.wait(self._late.after)
         if self._then is not None:
             self._then()
 
 
 class _Lateness:
-    """Around what waits for another rank: its failure says whom, and how long."""
+    """Around what waits for another rank, which is late ``after`` a time: its failure says whom, and how long."""
 
-    def __init__(self, what: str, limit_s: float) -> None:
-        self._what, self._limit_s = what, limit_s
+    def __init__(self, what: str, limit_s: float, times: float) -> None:
+        self._what, self._limit_s, self.after = what, limit_s, timedelta(seconds=limit_s * times)
 
     def __enter__(self) -> None:
         pass

@@ -90,7 +90,9 @@ def carry_out(
         sends = message.source == rank
         peer = message.destination if sends else message.source
         blocks = [source_block(params, copy) if sends else destination_block(params, copy) for copy in message.copies]
-        transport = used.setdefault(peer, carrier(peer))
+        if peer not in used:
+            used[peer] = carrier(peer)
+        transport = used[peer]
         tends = transport.tends(blocks)
         if tends and len(tended) == in_flight:
             tended.popleft().wait()
