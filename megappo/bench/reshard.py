@@ -10,6 +10,9 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
+from operator import truediv
+from random import Random
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,7 +32,7 @@ LAYERS = {"250mb": 8, "1gb": 40}
 """Llama-shaped, in bfloat16: 124 and 487 million weights."""
 
 SIZES = tuple(LAYERS)
-ROUNDS = 10
+ROUNDS = 20
 LIMIT_S = 120.0
 LAYOUTS = (
     ("TP4 x PP2 -> TP4", Layout(tp=4, pp=2), 1, 4),
@@ -40,7 +43,11 @@ WAYS = ("ours, unverified", "ours", "ours, gloo", "gather, broadcast", "bare mes
 
 
 def run(size: str, folder: str, out: str | None) -> None:
-    """Measure all ways in turn, in the same processes; the best of ten rounds counts.
+    """Measure all ways in the same processes, in rounds.
+
+    Each round takes them in another order: what ran just before leaves memory and links warm, for some more than for
+    others. The best round of each counts (``s``, ``s / bare``); beside it is the median of what each round took against
+    its own bare messages, as a machine is not equally fast all the time.
 
     The memory that a sync takes beyond the parameters is read from the kernel's peak of each process's resident set
     over its first sync (pages of a sender's ring count for the sender only).
@@ -92,6 +99,7 @@ def measure(transfer: TransferSpec, rounds: int = ROUNDS) -> list[Row]:
             raise BenchError(f"{way}: {received} bytes were received, where {least} are needed")
         row: dict[str, float | str] = {"way": way, "MB": received / 1e6, "bytes / least": received / least}
         row |= {"s": seconds[way], "GB/s": least / seconds[way] / 1e9, "s / bare": seconds[way] / seconds[WAYS[-1]]}
+        row["median s / bare"] = median(map(truediv, *(answers[0]["seconds"][of] for of in (way, WAYS[-1]))))
         row["gathered s / s"] = seconds["gather, broadcast"] / seconds[way]
         for side, ranks in (("send", answers[: transfer.actor.world]), ("receive", workers)):
             if way in ("ours", "ours, gloo"):
@@ -135,8 +143,9 @@ def _rank(rank: int, transfer: TransferSpec, rounds: int, ports: tuple[int, ...]
         "gather, broadcast": lambda _: gathered(params),
         "bare messages": lambda _: bare(params),
     }
+    bare(params)
     for version in range(2, rounds + 2):
-        for name, sync in ways.items():
+        for name, sync in Random(version).sample(list(ways.items()), len(ways)):
             ours.verifier = off if name == "ours, unverified" else sample
             dist.barrier()
             began = time.perf_counter()
