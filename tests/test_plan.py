@@ -386,6 +386,22 @@ def test_large_blocks_are_cut_and_small_ones_share_a_message() -> None:
     assert make_messages([], 12) == ()
 
 
+def test_messages_are_filled_before_the_next_begins() -> None:
+    def copy(rows: int, width: int) -> Copy:
+        return Copy(0, "s", (0, 0), 1, "d", (0, 0), (rows, width), "w")
+
+    messages = make_messages([copy(5, 4), copy(7, 4), copy(14, 1), copy(3, 1)], bucket_elements=32)
+    shapes = [[(c.source_offset[0], c.size) for c in m.copies] for m in messages]
+    assert shapes == [
+        [(0, (5, 4)), (0, (3, 4))],
+        [(3, (4, 4)), (0, (14, 1)), (0, (2, 1))],
+        [(2, (1, 1))],
+    ]
+    # Where a sixteenth is left, or less than a row, nothing is cut for it.
+    for copies in ([copy(31, 1), copy(2, 1)], [copy(25, 1), copy(2, 9)]):
+        assert [list(m.copies) for m in make_messages(copies, bucket_elements=32)] == [[each] for each in copies]
+
+
 def test_pairs_take_turns() -> None:
     copies = [Copy(s, "s", (0,), d, "d", (i,), (5,), "w") for s in (0, 1) for d in (2, 3) for i in range(2)]
     order = [(m.source, m.destination) for m in make_messages(copies, 5)]

@@ -12,7 +12,7 @@ import pytest
 from megappo.report.console import Console, duration, validation_scores
 from megappo.report.parts import seconds_of
 from megappo.report.roles import RoleRow, describe_roles
-from megappo.report.run_log import RunLog, read_log, read_samples
+from megappo.report.run_log import LogError, RunLog, read_log, read_samples
 
 
 def steps_of(run: Path) -> list[int]:
@@ -51,11 +51,24 @@ def test_torn_last_line(tmp_path: Path, torn: str) -> None:
 
 def test_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text('{"step": 1, "metrics": {}}\nnot json\n{"step": 3, "metrics": {}}\n')
-    with pytest.raises(ValueError, match=r"log\.jsonl:2: not a JSON object"):
-        read_log(tmp_path)
+    for read in (read_log, RunLog):  # a run that would go on says so at once
+        with pytest.raises(LogError, match=r"log\.jsonl:2: not a JSON object"):
+            read(tmp_path)
     (tmp_path / "log.jsonl").write_text('{"step": 1, "metrics": {}}\n{"stop": 2}\n')
-    with pytest.raises(ValueError, match=r"log\.jsonl:2: not a log object"):
-        read_log(tmp_path)
+    for read in (read_log, RunLog):
+        with pytest.raises(LogError, match=r"log\.jsonl:2: not a log object"):
+            read(tmp_path)
+    (tmp_path / "log.jsonl").unlink()
+    (tmp_path / "samples.jsonl").write_text("[]\n")
+    with pytest.raises(LogError, match=r"samples\.jsonl:1: not a JSON object"):
+        RunLog(tmp_path)
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    (tmp_path / "log.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: .*/log\.jsonl"):
+        log.append(1, {})
 
 
 def test_truncate_after(tmp_path: Path) -> None:

@@ -21,16 +21,26 @@ LOG_NAME = "log.jsonl"
 SAMPLES_NAME = "samples.jsonl"
 
 
+class LogError(ValueError):
+    """A line of a run's own record is not what a run writes; the message names file and line."""
+
+
 class RunLog:
     """Writes RUN/log.jsonl and RUN/samples.jsonl; makes the folder where it is missing."""
 
     def __init__(self, run_dir: str | Path) -> None:
+        """Go on with the files that are there.
+
+        Raises:
+            LogError: somebody has edited them.
+        """
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.log_path = self.run_dir / LOG_NAME
         self.samples_path = self.run_dir / SAMPLES_NAME
         for path in (self.log_path, self.samples_path):
             _cut_torn_line(path)
+        read_log(run_dir), read_samples(run_dir)
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds the line of one step: {"step": step, "time": unix seconds, "metrics": {name: number or null}}."""
@@ -60,13 +70,13 @@ class RunLog:
 def read_log(run_dir: str | Path) -> list[dict[str, Any]]:
     """The objects of RUN/log.jsonl in file order, null read as NaN; empty where there is no log yet.
 
-    Raises ValueError, naming file and line, if a line other than a torn last one is not a log object.
+    Raises LogError, naming file and line, if a line other than a torn last one is not a log object.
     """
     path = Path(run_dir) / LOG_NAME
     rows = _read_lines(path)
     for number, row in enumerate(rows, start=1):
         if not isinstance(row.get("step"), int) or not isinstance(row.get("metrics"), dict):
-            raise ValueError(f'{path}:{number}: not a log object with "step" and "metrics"; was the file edited?')
+            raise LogError(f'{path}:{number}: not a log object with "step" and "metrics"; was the file edited?')
         row["metrics"] = {name: math.nan if value is None else value for name, value in row["metrics"].items()}
     return rows
 
@@ -98,11 +108,14 @@ def _append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     if not rows:
         return
     text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-    # backslashreplace: a response cut inside a character may hold half of a surrogate pair.
-    with open(path, "ab") as file:
-        file.write(text.encode("utf-8", "backslashreplace"))
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        # backslashreplace: a response cut inside a character may hold half of a surrogate pair.
+        with open(path, "ab") as file:
+            file.write(text.encode("utf-8", "backslashreplace"))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # a full disk is found while writing, where Python names no file
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -114,9 +127,9 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{path}:{number}: not a JSON object ({error}); delete the line to read on") from None
+            raise LogError(f"{path}:{number}: not a JSON object ({error}); delete the line to read on") from None
         if not isinstance(row, dict):
-            raise ValueError(f"{path}:{number}: not a JSON object; delete the line to read on")
+            raise LogError(f"{path}:{number}: not a JSON object; delete the line to read on")
         rows.append(row)
     return rows
 

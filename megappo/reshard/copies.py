@@ -30,19 +30,25 @@ class Copy(NamedTuple):
         return prod(self.size)
 
 
-def cut(copy: Copy, bucket_elements: int) -> Iterator[Copy]:
-    """A block in pieces of at most so many elements, or of one row."""
+def cut(copy: Copy, most: int, first: int | None = None) -> Iterator[Copy]:
+    """A block in pieces of at most so many elements, or of one row.
+
+    Args:
+        first: most elements of the first piece, if a row is no more.
+    """
     elements, extent = copy.elements, copy.size[0]
-    if elements <= bucket_elements:
+    if elements <= (most if first is None else first):
         yield copy
         return
-    rows = max(bucket_elements * extent // elements, 1)
-    for start in range(0, extent, rows):
+    rows = max(most * extent // elements, 1)
+    start, end = 0, (first or 0) * extent // elements or rows
+    while start < extent:
         yield copy._replace(
             source_offset=_down(copy.source_offset, start, len(copy.size)),
             offset=_down(copy.offset, start, len(copy.size)),
-            size=(min(rows, extent - start), *copy.size[1:]),
+            size=(min(end, extent) - start, *copy.size[1:]),
         )
+        start, end = end, end + rows
 
 
 def _down(offset: tuple[int, ...], rows: int, dimensions: int) -> tuple[int, ...]:

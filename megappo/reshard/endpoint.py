@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ from megappo.reshard.messages import make_messages
 from megappo.reshard.nccl import NcclTransport
 from megappo.reshard.routes import DEVICE, NETWORK, distance
 from megappo.reshard.shared_memory import SharedMemory, open_rings
-from megappo.reshard.transfer import ON_DEVICE, ON_HOST, carry_out
+from megappo.reshard.transfer import ON_DEVICE, ON_HOST, KeptBlocks, carry_out, find_blocks
 from megappo.reshard.transport import Transport
 from megappo.reshard.verify import Verifier, stamped
 
@@ -71,6 +72,8 @@ class Endpoint:
             may_be_direct=lambda copy: on_host and not isinstance(self._carriers.get(_peer(rank, copy)), SharedMemory),
         )
 
+        self._blocks = KeptBlocks(rank, self._messages)
+
     def sync(self, version: int, params: Mapping[str, torch.Tensor], passing: Passing | None = None) -> Receipt:
         """Send and receive what the plan says, and prove it.
 
@@ -102,8 +105,9 @@ class Endpoint:
         def carrier(peer: int) -> Transport:
             return self._carriers.get(peer, self._gloo)
 
+        blocks_of = self._blocks.of(params) if passing is None else partial(find_blocks, self.rank, params)
         in_flight = self._pace.in_flight
-        moved = carry_out(self.rank, self._messages, in_flight, params, carrier, arrived, under_way, landing)
+        moved = carry_out(self.rank, self._messages, in_flight, blocks_of, carrier, arrived, under_way, landing)
         if passing is not None:
             sent, received = self.verifier.sent_sums(version, params), self.verifier.received_sums(version, params)
         return Receipt(*moved, self._compare(version, sent, received))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from megappo.reshard.copies import Copy, cut
+
+WORTH_FILLING = 16
+"""A block is cut to fill a message of which a sixteenth is left: for less, a further piece costs more than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +43,13 @@ def make_messages(
 ) -> tuple[Message, ...]:
     """Group the plan into messages of at most ``bucket_elements``, in one order for all ranks.
 
-    A block larger than a bucket is cut along its first axis (a single row is never cut). Blocks of ``direct_elements``
-    or more travel alone, so that they need not be packed. Every rank works through its
-    own messages in this order, as sender or receiver: the earliest message that is not done then always has both ends
-    ready, so bounded buffers cannot deadlock. Messages of different pairs alternate, so that all links are busy: those
-    whose ranks have one exclusive or are neighbours in the order, and have no rank in common.
+    A block that does not fit into what is left of a message is cut along its first axis (a single row is never cut),
+    unless little is left. Blocks of ``direct_elements`` or more travel alone, so that they need not be packed.
+
+    Every rank works through its own messages in this order, as sender or receiver: the earliest message that is not
+    done then always has both ends ready, so bounded buffers cannot deadlock. Messages of different pairs alternate, so
+    that all links are busy: those whose ranks have one exclusive or are neighbours in the order, and have no rank in
+    common.
 
     The first wave comes before the second. A rank that passes blocks on must have *unpacked* all its messages of the
     first wave before it packs one of the second; as it then waits for nothing but the first wave, which waits for
@@ -60,9 +66,12 @@ def make_messages(
     filled: dict[tuple[int, int, int, int], int] = defaultdict(int)
     for copy in plan:
         pair = phase_of(copy), copy.wave, copy.source, copy.destination
-        for piece in cut(copy, bucket_elements):
+        least_direct = direct_elements if direct_elements is not None and may_be_direct(copy) else math.inf
+        room = bucket_elements - filled[pair]
+        fills = copy.elements < least_direct and room * WORTH_FILLING >= bucket_elements
+        for piece in cut(copy, bucket_elements, room if fills else None):
             elements = piece.elements
-            if direct_elements is not None and elements >= direct_elements and may_be_direct(copy):
+            if elements >= least_direct:
                 pairs[pair].append([piece])
                 continue
             if pair not in filling or filled[pair] + elements > bucket_elements:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from megappo.reshard.gloo import GlooTransport
-from megappo.reshard.transport import SENDERS_WAIT, Blocks, Buckets, TransferError, parts, size_of
+from megappo.reshard.transport import SENDERS_WAIT, Blocks, Buckets, TransferError, size_of
 
 POLL_S = 2e-5
 
@@ -40,6 +41,7 @@ class NcclTransport:
         self.unfinished: list[NcclWork] = []
         self._rank, self._store, self._direct_bytes = gloo.rank, gloo.store, direct_bytes
         self._pairs: dict[int, Any] = {}
+        self._packings: WeakKeyDictionary[Blocks, _Packing] = WeakKeyDictionary()
         self._buckets = Buckets(0, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
 
     def tends(self, blocks: Blocks) -> bool:
@@ -69,18 +71,10 @@ class NcclTransport:
         self.unfinished.clear()
 
     def _message(self, blocks: Blocks) -> _Message:
-        """What travels for these blocks; both ends cut it in the same way, whatever they pack."""
-        small = [block for block in blocks if block.nbytes < self._direct_bytes]
-        large = [block for block in blocks if block.nbytes >= self._direct_bytes]
-        packed = small + [block for block in large if not block.is_contiguous()]
-        if not packed:
-            return _Message([_bytes(block) for block in large], [], [], None)
-        bucket = self._buckets.take(size_of(packed))
-        places = [part for part, _ in parts(packed, bucket)]
-        place_of = dict(zip(map(id, packed), places, strict=True))
-        together = [bucket[: size_of(small)]] if small else []
-        alone = [_bytes(place_of.get(id(block), block)) for block in large]
-        return _Message(together + alone, packed, places, bucket)
+        packing = self._packings.get(blocks)
+        if packing is None:
+            packing = self._packings[blocks] = _Packing(blocks, self._direct_bytes)
+        return packing.message(self._buckets.take(packing.nbytes) if packing.nbytes else None)
 
     def _start(self, verb: str, message: _Message, peer: int, lateness: str) -> NcclWork:
         pair, other = self._pair(peer), int(peer > self._rank)
@@ -102,26 +96,51 @@ class NcclTransport:
         return self._pairs[peer]
 
 
-class _Message:
+class _Packing:
+    """What travels of a message's blocks from where it lies, and what by way of a bucket.
+
+    All small blocks are packed, and those that do not lie in one piece. Both ends cut a message into the same pieces,
+    whatever they pack: all small blocks are one, each large block is one.
+    """
+
+    def __init__(self, blocks: Blocks, direct_bytes: int) -> None:
+        small = [block for block in blocks if block.nbytes < direct_bytes]
+        large = [block for block in blocks if block.nbytes >= direct_bytes]
+        strided = [block for block in large if not block.is_contiguous()]
+        packed = small + strided
+        self.nbytes, self._small, self._small_bytes = size_of(packed), len(small), size_of(small)
+        self._dtype, self._sizes = blocks[0].dtype, [block.numel() for block in packed]
+        self._packed = [block.view(-1) if block.is_contiguous() else block for block in packed]
+        self._large = [_bytes(block) if block.is_contiguous() else None for block in large]
+
+    def message(self, bucket: torch.Tensor | None) -> _Message:
+        """It, by way of a bucket, if it needs one."""
+        places: list[torch.Tensor] = []
+        if bucket is not None:
+            cuts = bucket[: self.nbytes].view(self._dtype).split(self._sizes)
+            pairs = zip(cuts, self._packed, strict=True)
+            places = [cut.view(block.shape) if block.dim() > 1 else cut for cut, block in pairs]
+        strided = iter(places[self._small :])
+        pieces = [_bytes(next(strided)) if piece is None else piece for piece in self._large]
+        together = [] if bucket is None or not self._small_bytes else [bucket[: self._small_bytes]]
+        return _Message(together + pieces, self._packed, places, bucket)
+
+
+class _Message(NamedTuple):
     """Pieces of memory that travel, uint8; and the blocks that are packed, with their places in the bucket, if any."""
 
-    def __init__(
-        self,
-        pieces: Sequence[torch.Tensor],
-        blocks: Sequence[torch.Tensor],
-        places: Sequence[torch.Tensor],
-        bucket: torch.Tensor | None,
-    ) -> None:
-        self.pieces, self.bucket = pieces, bucket
-        self._blocks, self._places = list(blocks), list(places)
+    pieces: Sequence[torch.Tensor]
+    blocks: list[torch.Tensor]
+    places: list[torch.Tensor]
+    bucket: torch.Tensor | None
 
     def pack(self) -> None:
-        if self._blocks:
-            torch._foreach_copy_(self._places, self._blocks)
+        if self.blocks:
+            torch._foreach_copy_(self.places, self.blocks)
 
     def unpack(self) -> None:
-        if self._blocks:
-            torch._foreach_copy_(self._blocks, self._places)
+        if self.blocks:
+            torch._foreach_copy_(self.blocks, self.places)
 
 
 class NcclWork:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -12,10 +12,10 @@ import torch
 from megappo.reshard.copies import Copy
 from megappo.reshard.files import block
 from megappo.reshard.messages import Message
-from megappo.reshard.transport import Transport, Work, size_of
+from megappo.reshard.transport import Blocks, Transport, Work
 
 BUCKET_BYTES = 16 << 20
-"""A rank packs and unpacks in at most two of these, whatever the model's size; on a GPU, of eight times as much."""
+"""A rank packs and unpacks in at most two of these, whatever the model's size; on a GPU, of sixteen times as much."""
 
 
 class Pace(NamedTuple):
@@ -33,7 +33,7 @@ class Pace(NamedTuple):
     in_flight: int
 
 
-ON_DEVICE = Pace(message_bytes=8 * BUCKET_BYTES, direct_bytes=BUCKET_BYTES, in_flight=2)
+ON_DEVICE = Pace(message_bytes=16 * BUCKET_BYTES, direct_bytes=BUCKET_BYTES, in_flight=2)
 """Between GPUs: large messages of few pieces. NVLink carries 256 MiB between two H200 in 0.72 ms if they are packed, as
 fast as it gets, and in 0.78 ms in 14 pieces; packing takes 0.02 ms of either GPU meanwhile.
 """
@@ -54,7 +54,7 @@ def carry_out(
     rank: int,
     messages: Sequence[Message],
     in_flight: int,
-    params: Mapping[str, torch.Tensor],
+    blocks_of: Callable[[Message], Blocks],
     carrier: Callable[[int], Transport],
     arrived: Callable[[], None] = lambda: None,
     under_way: Callable[[], None] = lambda: None,
@@ -65,7 +65,7 @@ def carry_out(
     Args:
         messages: this rank's, in the common order.
         in_flight: limit on messages under way, but for those that their transport carries without this rank's help.
-        params: this rank's parameters by the names the plan uses, all of one dtype.
+        blocks_of: what a message carries out of this rank's parameters, or into them; see :func:`find_blocks`.
         carrier: the transport to and from a rank.
         arrived: called at the end of each phase.
         under_way: called once all that this rank sends is on its way.
@@ -89,7 +89,7 @@ def carry_out(
         before = message
         sends = message.source == rank
         peer = message.destination if sends else message.source
-        blocks = [source_block(params, copy) if sends else destination_block(params, copy) for copy in message.copies]
+        blocks = blocks_of(message)
         if peer not in used:
             used[peer] = carrier(peer)
         transport = used[peer]
@@ -98,8 +98,7 @@ def carry_out(
             tended.popleft().wait()
         work = transport.send(blocks, peer) if sends else transport.receive(blocks, peer)
         (tended if tends else alone).append(work)
-        size = size_of(blocks)
-        sent, received = (sent + size, received) if sends else (sent, received + size)
+        sent, received = (sent + blocks.nbytes, received) if sends else (sent, received + blocks.nbytes)
     under_way()
     _wait(tended, alone)
     landing()
@@ -118,6 +117,41 @@ def _wait(*queues: deque[Work]) -> None:
 def _finish(used: Mapping[int, Transport]) -> None:
     for transport in dict.fromkeys(used.values()):
         transport.finish()
+
+
+def find_blocks(rank: int, params: Mapping[str, torch.Tensor], message: Message) -> Blocks:
+    """What a message carries out of this rank's parameters, or into them.
+
+    Args:
+        params: by the names the plan uses, all of one dtype.
+    """
+    view = source_block if message.source == rank else destination_block
+    return Blocks(view(params, copy) for copy in message.copies)
+
+
+class KeptBlocks:
+    """Finds the blocks of a rank's messages once, as long as its parameters keep their storages.
+
+    The memory of a storage may come and go meanwhile: views of it see that.
+    """
+
+    def __init__(self, rank: int, messages: Sequence[Message]) -> None:
+        """Nothing is found yet.
+
+        Args:
+            messages: this rank's.
+        """
+        self._rank, self._messages = rank, messages
+        self._storages: list[int] = []
+        self._kept: dict[int, Blocks] = {}
+
+    def of(self, params: Mapping[str, torch.Tensor]) -> Callable[[Message], Blocks]:
+        """What :func:`find_blocks` finds in these parameters."""
+        storages = [param.untyped_storage()._cdata for param in params.values()]
+        if storages != self._storages:  # what is kept lives on, so that no other storage can have its number
+            find = partial(find_blocks, self._rank, params)
+            self._storages, self._kept = storages, {id(message): find(message) for message in self._messages}
+        return lambda message: self._kept[id(message)]
 
 
 def source_block(params: Mapping[str, torch.Tensor], copy: Copy) -> torch.Tensor:

@@ -6,13 +6,32 @@ sizes in the same order. It packs them on the way if it has to. Nobody above kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 
-Blocks = Sequence[torch.Tensor]
-"""Views into parameters, all of one dtype."""
+
+class Blocks(Sequence[torch.Tensor]):
+    """The blocks of a message: views into parameters, all of one dtype.
+
+    It is equal only to itself: a transport may remember what it has worked out for it.
+    """
+
+    def __init__(self, views: Iterable[torch.Tensor]) -> None:
+        """Keep the views.
+
+        Args:
+            views: in the order in which they travel.
+        """
+        self._views = tuple(views)
+        self.nbytes = size_of(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._views[at]
 
 
 SENDERS_WAIT = 1.05
@@ -79,8 +98,8 @@ class Buckets:
         self._free.append(bucket)
 
 
-def size_of(blocks: Blocks) -> int:
-    """Bytes of a message."""
+def size_of(blocks: Sequence[torch.Tensor]) -> int:
+    """Bytes that blocks take."""
     return sum(block.nbytes for block in blocks)
 
 
