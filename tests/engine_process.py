@@ -18,6 +18,7 @@ from typing import Any
 from megappo.workers.settings import EngineSettings
 
 TESTS = Path(__file__).resolve().parent
+REPACKS = "TEST_ENGINE_REPACKS"
 
 
 @dataclass
@@ -32,13 +33,14 @@ class Engine:
     """A :class:`megappo.workers.rollout_engine.RolloutEngine` elsewhere; answers come in the order of the calls."""
 
     def __init__(self, settings: EngineSettings, log: Path, *, repacks: bool = False) -> None:
-        """Start it. ``repacks``: vLLM's own CPU kernels, with private copies of the weights (of one worker)."""
+        """Start it. ``repacks``: vLLM's own CPU kernels, with private copies of the weights."""
         ours, theirs = socket.socketpair()
+        path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
         with theirs, log.open("wb") as file:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
+                env={**os.environ, "PYTHONPATH": path, REPACKS: str(int(repacks))},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -46,7 +48,7 @@ class Engine:
             )
         self.channel = Connection(ours.detach())
         self.log = log
-        self.channel.send((settings, repacks))
+        self.channel.send(settings)
 
     def start(self, method: str, *args: Any) -> None:
         """Call without waiting."""
@@ -90,7 +92,7 @@ def swap_gate_and_up() -> None:
 
 def leave_repacking() -> None:
     """Undo in this process what our extension changes in vLLM."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker is in this process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a single worker is in this process
     import vllm.model_executor.layers.utils as vllm_layer_utils
 
     repacking = vllm_layer_utils.dispatch_cpu_unquantized_gemm
@@ -103,10 +105,7 @@ def main() -> None:
     from megappo.workers.rollout_engine import RolloutEngine
 
     channel = Connection(int(sys.argv[1]))
-    settings, repacks = channel.recv()
-    if repacks:
-        leave_repacking()
-    engine = RolloutEngine(settings)
+    engine = RolloutEngine(channel.recv())
     while True:
         try:
             method, args = channel.recv()
@@ -123,5 +122,7 @@ def main() -> None:
             channel.send((False, (type(error).__name__, traceback.format_exc())))
 
 
+if os.environ.get(REPACKS) == "1":  # vLLM's worker processes import this file too
+    leave_repacking()
 if __name__ == "__main__":
     main()

@@ -56,6 +56,7 @@ def send(
     dies: bool,
     lora: LoraConfig | None,
     saved: str,
+    dtype: str,
 ) -> Any:
     """One actor rank: read the weights, join, send; then score the engine's samples.
 
@@ -66,7 +67,7 @@ def send(
     from megappo.workers.megatron_role import MegatronRole
     from megappo.workers.weight_sender import WeightSender
 
-    role = MegatronRole(RoleSettings(folder, layout, "float32", 200, lora=lora, seed=version))
+    role = MegatronRole(RoleSettings(folder, layout, dtype, 200, lora=lora, seed=version))
     if lora is not None:
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] (Megatron forks)
         spread(role, version)
@@ -105,6 +106,7 @@ class Case:
     engine: Engine
     cold: Engine
     layerwise: bool = False
+    dtype: str = "float32"
 
     def transfer(self, layout: Layout) -> TransferSpec:
         return TransferSpec(
@@ -128,9 +130,8 @@ class Case:
         self.engine.start("join_transfer", transfer, 0, meeting)
         self.engine.start("receive_weights", version)
         try:
-            ranks = run_ranks(
-                layout.world, send, folder, layout, transfer, meeting, version, samples, dies, lora, saved
-            )
+            sends = (send, folder, layout, transfer, meeting, version, samples, dies, lora, saved, self.dtype)
+            ranks = run_ranks(layout.world, *sends)
         except AssertionError:
             if not dies:
                 raise
@@ -153,11 +154,11 @@ CASES = {
 }
 
 
-def start_engine(model: str, tp: int, folder: Path, *, repacks: bool = False) -> Engine:
+def start_engine(model: str, tp: int, folder: Path, *, repacks: bool = False, dtype: str = "float32") -> Engine:
     settings = EngineSettings(
         folder=model,
         tp=tp,
-        dtype="float32",
+        dtype=dtype,
         max_tokens=400,
         max_sequences=32,
         memory_fraction=0.5,
@@ -252,7 +253,7 @@ def test_adapters_alone_travel_and_give_what_a_merged_folder_gives(case: Case, t
 def test_layers_that_vllm_repacks_are_put_through_its_own_reload(case: Case, tmp_path: Path) -> None:
     """The weights that an engine started from, sent to it after others: log-probabilities are those of before."""
     if case.tp > 1:
-        pytest.skip("our change to vLLM cannot be undone in an engine's own worker processes")
+        pytest.skip("see the test of two workers")
     engine = start_engine(case.a, 1, tmp_path, repacks=True)
     try:
         repacked = replace(case, engine=engine, layerwise=True)
@@ -277,6 +278,25 @@ def test_layers_that_vllm_repacks_are_put_through_its_own_reload(case: Case, tmp
         assert same(generate(engine, 4), adapted) and not same(adapted, cold_a)
         with pytest.raises(EngineError, match=r"these layers are staged here, but not in the plan: .*lm_head"):
             engine.call("join_transfer", case.transfer(first), 0, Meeting("127.0.0.1", 1, 1.0))
+    finally:
+        engine.close()
+
+
+def test_repacked_layers_of_two_workers_in_bfloat16(case: Case, tmp_path: Path) -> None:
+    """What they generate after other weights and their own again is what it was, to the last bit."""
+    if case.tp == 1:
+        pytest.skip("see the test of one worker")
+    engine = start_engine(case.a, case.tp, tmp_path, repacks=True, dtype="bfloat16")
+    try:
+        repacked = replace(case, engine=engine, layerwise=True, dtype="bfloat16")
+        problems, staged = engine.call("probe", repacked.transfer(case.layouts[0]))
+        assert problems == ()
+        assert {"model.layers.3.mlp.down_proj", "model.layers.0.self_attn.qkv_proj"} <= set(staged)
+        cold_a = generate(engine)
+        repacked.sync(case.b, case.layouts[0], 1)
+        assert not same(generate(engine, 1), cold_a)
+        repacked.sync(case.a, case.layouts[1], 2)
+        assert same(generate(engine, 2), cold_a)
     finally:
         engine.close()
 
