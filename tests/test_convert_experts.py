@@ -47,24 +47,25 @@ def test_experts_are_in_the_files_of_the_ranks_that_hold_them(tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_layers_apart_and_several_experts_in_a_chunk(tmp_path: Path) -> None:
-    """As torch itself writes what Megatron names layer by layer, with all of a layer's experts in one tensor."""
+@pytest.mark.parametrize(("layers", "experts", "apart"), [(2, 12, True), (12, 2, False)], ids=["apart", "stacked"])
+def test_many_layers_or_experts_in_a_chunk(tmp_path: Path, layers: int, experts: int, apart: bool) -> None:
+    """As torch itself writes what Megatron names layer by layer, with all of a layer's experts in one tensor; or all.
+
+    More than ten, of which a Hugging Face file has the eleventh before the third.
+    """
     import torch.distributed.checkpoint as dcp
 
-    folder = make(tmp_path / "model", "mixtral")
+    folder = make(tmp_path / "model", "mixtral", num_hidden_layers=layers, num_local_experts=experts)
     run(folder, tmp_path / "checkpoint", tp=2, ep=2)
     shapes, _ = read_chunks(tmp_path / "checkpoint")
-    assert shapes["decoder.layers.mlp.experts.experts.linear_fc1.weight"] == (2, 4, 192, 64)
-    whole = {key: torch.empty(shape, dtype=torch.bfloat16) for key, shape in shapes.items()}
-    dcp.load(whole, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
-    apart: dict[str, torch.Tensor] = {}
-    for key, tensor in whole.items():
-        if key.startswith("decoder.layers."):
-            apart |= {key.replace("layers.", f"layers.{i}.", 1): layer.clone() for i, layer in enumerate(tensor)}
-        else:
-            apart[key] = tensor
-    dcp.save(apart, checkpoint_id=tmp_path / "apart", no_dist=True)
-    run(tmp_path / "apart", tmp_path / "back", model=str(folder))
+    assert shapes["decoder.layers.mlp.experts.experts.linear_fc1.weight"] == (layers, experts, 192, 64)
+    saved: dict[str, torch.Tensor] = {key: torch.empty(shape, dtype=torch.bfloat16) for key, shape in shapes.items()}
+    dcp.load(saved, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    for key in [key for key in saved if key.startswith("decoder.layers.")] if apart else []:
+        tensor = saved.pop(key)
+        saved |= {key.replace("layers.", f"layers.{i}.", 1): layer.clone() for i, layer in enumerate(tensor)}
+    dcp.save(saved, checkpoint_id=tmp_path / "saved", no_dist=True)
+    run(tmp_path / "saved", tmp_path / "back", model=str(folder))
     assert_same_weights(folder, tmp_path / "back")
 
 

@@ -129,15 +129,17 @@ class FromCheckpoint:
     def fill(self, places: Mapping[str, Stored], processes: int) -> None:
         """Copy all that is in the checkpoint to where it belongs."""
         chunks: dict[Chunk, list[Part]] = {}
-        for part in sorted(self.parts, key=lambda part: _first(part, places)):  # file by file
+        for part in self.parts:
             chunks.setdefault(part.chunk, []).append(part)
-        sizes = [sum(part.num_bytes for part in parts) for parts in chunks.values()]
+        # A chunk's parts stay as they lie in it, since its checksum is over them all; chunks go file by file.
+        items = sorted(chunks.values(), key=lambda parts: min(_first(part, places) for part in parts))
+        sizes = [sum(part.num_bytes for part in parts) for parts in items]
         prepare({*(chunk.dtype for chunk in chunks), *(place.dtype for place in places.values())})
         with Files() as files:
             copy = partial(_copy, files, self.folder, places)
             (folder,) = {place.path.parent for place in places.values()}
             often = partial(start_writing_back, folder)
-            damaged = shared(copy, list(chunks.values()), sizes, processes, often=often)
+            damaged = shared(copy, items, sizes, processes, often=often)
         if problems := sorted(filter(None, damaged)):
             raise ModelError(problems)
 
