@@ -78,7 +78,7 @@ class SharedReceiver:
 
     @torch.no_grad()
     def receive(self) -> int:
-        """Start to copy, on the current stream; returns the bytes."""
+        """Copy; returns the bytes received, once they are there."""
         if self._pairs is None:  # only now, since an engine may have been asleep, its parameters without memory
             self._pairs = [
                 _as_words(
@@ -93,6 +93,7 @@ class SharedReceiver:
         for to, source in self._pairs:
             if to.dtype != torch.int32:
                 to.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
         return sum(to.nbytes for to, _ in self._pairs)
 
 

@@ -127,7 +127,6 @@ class WeightReceiver:
         own = self._endpoint.rank
         said = {source: torch.tensor(found[own]) for source, found in sums.items() if own in found}
         found = self._endpoint.verifier.received_sums(version, self._received)
-        torch.cuda.synchronize()
         receipt = Receipt(0, received, self._endpoint.mismatches(version, found, said))
         self._merge()
         return receipt
