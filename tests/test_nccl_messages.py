@@ -96,8 +96,12 @@ def test_blocks_are_kept_as_long_as_parameters_keep_their_storage() -> None:
     storage.resize_(16)
     params["w"].fill_(7)
     assert kept.of(params)(message) is blocks and blocks[0].tolist() == [7, 7]
-    params["w"] = torch.arange(4.0)
-    assert kept.of(params)(message) is not blocks and kept.of(params)(message)[0].tolist() == [1, 2]
+    for moved in (torch.arange(4.0), torch.arange(8.0)[:4], torch.arange(8.0)[::2]):
+        params["w"] = moved
+        assert kept.of(params)(message)[0].tolist() == moved[1:3].tolist()
+    further = torch.arange(8.0)
+    for params["w"] in (further[:4], further[4:]):
+        assert kept.of(params)(message)[0].tolist() == params["w"][1:3].tolist()
 
 
 class Clock:
@@ -132,6 +136,30 @@ class Unending:
 
     def abort(self) -> None:
         self.aborted = True
+
+
+class Failing(Unending):
+    """As NCCL: that its work failed is known once that is done with."""
+
+    done = False
+
+    def is_completed(self) -> bool:
+        self.done = True
+        return True
+
+    def wait(self) -> None:
+        if self.done:
+            raise torch.distributed.DistBackendError("remote process exited")
+
+
+def test_a_failure_is_heard_before_others_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "time", Clock())
+    end = transport(Failing())
+    end._pairs[2] = Unending()
+    for peer in (1, 2):
+        end.receive(Blocks([torch.zeros(8)]), peer).wait()
+    with pytest.raises(TransferError, match="rank 1 sent nothing and is gone"):
+        end.finish()
 
 
 def test_between_gpus_a_receiver_is_heard_before_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,10 +58,14 @@ def test_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
     for read in (read_log, RunLog):
         with pytest.raises(LogError, match=r"log\.jsonl:2: not a log object"):
             read(tmp_path)
-    (tmp_path / "log.jsonl").unlink()
-    (tmp_path / "samples.jsonl").write_text("[]\n")
-    with pytest.raises(LogError, match=r"samples\.jsonl:1: not a JSON object"):
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "metrics": {"score": "0.5"}}\n')
+    with pytest.raises(LogError, match=r"log\.jsonl:1: score is '0\.5', not a number"):
         RunLog(tmp_path)
+    (tmp_path / "log.jsonl").unlink()
+    for line, said in (("[]", "not a JSON object"), ('{"step": null}', "step is None, not a whole number")):
+        (tmp_path / "samples.jsonl").write_text(line + "\n")
+        with pytest.raises(LogError, match=rf"samples\.jsonl:1: {said}"):
+            RunLog(tmp_path)
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def measure(size: str, world: int, *, on_cuda: bool) -> list[dict[str, float | s
         row |= {"gathered s / s": seconds["gather, broadcast"] / seconds[way]}
         if on_cuda:
             row["extra MiB a device"] = max(answer["extra"][way] for answer in answers) / 2**20
-            row["more outside torch"] = max(answer["outside"][way] for answer in answers) / 2**20
+            row["MiB more outside torch"] = max(answer["outside"][way] for answer in answers) / 2**20
         rows.append(row)
     return rows
 

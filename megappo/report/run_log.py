@@ -75,15 +75,23 @@ def read_log(run_dir: str | Path) -> list[dict[str, Any]]:
     path = Path(run_dir) / LOG_NAME
     rows = _read_lines(path)
     for number, row in enumerate(rows, start=1):
-        if not isinstance(row.get("step"), int) or not isinstance(row.get("metrics"), dict):
+        metrics = row.get("metrics")
+        if not isinstance(row.get("step"), int) or not isinstance(metrics, dict):
             raise LogError(f'{path}:{number}: not a log object with "step" and "metrics"; was the file edited?')
+        if wrong := [name for name, value in metrics.items() if not isinstance(value, int | float | None)]:
+            raise LogError(f"{path}:{number}: {wrong[0]} is {metrics[wrong[0]]!r}, not a number; was the file edited?")
         row["metrics"] = {name: math.nan if value is None else value for name, value in row["metrics"].items()}
     return rows
 
 
 def read_samples(run_dir: str | Path) -> list[dict[str, Any]]:
     """The objects of RUN/samples.jsonl in file order; empty where there are none. Raises as `read_log`."""
-    return _read_lines(Path(run_dir) / SAMPLES_NAME)
+    path = Path(run_dir) / SAMPLES_NAME
+    rows = _read_lines(path)
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row.get("step", -1), int):
+            raise LogError(f"{path}:{number}: step is {row['step']!r}, not a whole number; was the file edited?")
+    return rows
 
 
 def _finite_or_none(value: float) -> float | int | None:

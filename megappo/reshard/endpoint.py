@@ -55,7 +55,7 @@ class Endpoint:
         self.rank, self._transfer = rank, transfer
         self.part = transfer.part(rank)
         self.fingerprint = transfer.fingerprint(rank, self.part)
-        self.verifier = Verifier(rank, self.part, meeting.verify)
+        self.verifier = Verifier(rank, self.part, meeting.verify, sample.device)
         bucket = item * _largest_message(self.part, self._pace.message_bytes // item)
         self._gloo = GlooTransport(
             meeting.host, meeting.port, rank, transfer.world, meeting.timeout_s, bucket, transfer.describe

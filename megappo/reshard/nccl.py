@@ -64,11 +64,13 @@ class NcclTransport:
 
     def finish(self) -> None:
         """See :class:`megappo.reshard.transport.Transport`; the limit is on each message after the one before."""
-        for work in self.unfinished:
+        following = [*(work.pair for work in self.unfinished[1:]), None]
+        for work, pair in zip(self.unfinished, following, strict=False):
             work.finish()
-        for last in {work.pair: work for work in self.unfinished}.values():
-            last.join()  # raises what went wrong, which a communicator does not survive
+            if pair is not work.pair:
+                work.join()  # raises what went wrong, which a communicator does not survive
         self.unfinished.clear()
+        self._buckets.drop()  # between syncs the device has other uses for their memory
 
     def _message(self, blocks: Blocks) -> _Message:
         packing = self._packings.get(blocks)

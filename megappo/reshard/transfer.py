@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -130,9 +130,9 @@ def find_blocks(rank: int, params: Mapping[str, torch.Tensor], message: Message)
 
 
 class KeptBlocks:
-    """Finds the blocks of a rank's messages once, as long as its parameters keep their storages.
+    """Finds the blocks of a rank's messages once, as long as its parameters are the same views of the same storages.
 
-    The memory of a storage may come and go meanwhile: views of it see that.
+    The memory of a storage may come and go meanwhile: its views see that.
     """
 
     def __init__(self, rank: int, messages: Sequence[Message]) -> None:
@@ -142,15 +142,15 @@ class KeptBlocks:
             messages: this rank's.
         """
         self._rank, self._messages = rank, messages
-        self._storages: list[int] = []
+        self._seen: list[tuple[Any, ...]] = []
         self._kept: dict[int, Blocks] = {}
 
     def of(self, params: Mapping[str, torch.Tensor]) -> Callable[[Message], Blocks]:
         """What :func:`find_blocks` finds in these parameters."""
-        storages = [param.untyped_storage()._cdata for param in params.values()]
-        if storages != self._storages:  # what is kept lives on, so that no other storage can have its number
+        seen = [(p.untyped_storage()._cdata, p.storage_offset(), p.shape, p.stride()) for p in params.values()]
+        if seen != self._seen:  # a storage of which views are kept lives on, so that no other can have its number
             find = partial(find_blocks, self._rank, params)
-            self._storages, self._kept = storages, {id(message): find(message) for message in self._messages}
+            self._seen, self._kept = seen, {id(message): find(message) for message in self._messages}
         return lambda message: self._kept[id(message)]
 
 

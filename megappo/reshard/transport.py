@@ -97,6 +97,10 @@ class Buckets:
         """Return it."""
         self._free.append(bucket)
 
+    def drop(self) -> None:
+        """Give up those that nobody uses."""
+        self._free.clear()
+
 
 def size_of(blocks: Sequence[torch.Tensor]) -> int:
     """Bytes that blocks take."""

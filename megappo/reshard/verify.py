@@ -30,6 +30,8 @@ TOGETHER = 32
 View = Callable[[Mapping[str, torch.Tensor], Copy], torch.Tensor]
 """What a region is in a rank's parameters."""
 
+CPU = torch.device("cpu")
+
 ROW = 1 << 15
 """Words; what a CPU computes with at a time stays in its cache."""
 
@@ -40,12 +42,15 @@ class Verifier:
     A sample is taken of all syncs but the first, which is looked at as a whole: what is always wrong is found there.
     """
 
-    def __init__(self, rank: int, part: Iterable[Copy], verify: Verify) -> None:
+    def __init__(self, rank: int, part: Iterable[Copy], verify: Verify, device: torch.device = CPU) -> None:
         """Cut the part into regions.
 
         Args:
             part: the copies that ``rank`` sends or receives, in the order of the plan.
+            device: of the parameters.
         """
+        if verify != "off" and device != CPU:
+            _all_multipliers(device)  # now: copying them would wait for all that the device has to do
         self.verify = verify
         self._first: int | None = None
         self._noted: dict[Copy, int] = {}
