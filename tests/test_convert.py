@@ -306,6 +306,19 @@ def test_every_problem_of_a_folder_at_once(tmp_path: Path) -> None:
     assert "tensor visual.weight is not part of this family" in text
 
 
+def test_a_type_that_no_weight_has(tmp_path: Path) -> None:
+    """Said of every tensor that is needed; one that nobody needs is in nobody's way."""
+    folder = make(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    rotary = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4, dtype=torch.uint16)}
+    save_file({**tensors, **rotary}, folder / "model.safetensors")
+    run(folder, tmp_path / "checkpoint")
+    names = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
+    save_file({**tensors, **{name: tensors[name].view(torch.uint16) for name in names}}, folder / "model.safetensors")
+    text = problems(folder, tmp_path / "other")
+    assert all(f"tensor {name} is U16: give 16- or 32-bit floats" in text for name in names)
+
+
 def test_every_problem_of_a_checkpoint_at_once(tmp_path: Path) -> None:
     """A checkpoint under the config of another model."""
     run(make(tmp_path / "model"), tmp_path / "checkpoint")

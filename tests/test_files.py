@@ -14,7 +14,7 @@ from megappo.layout.mesh import Layout
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
 from megappo.reshard.boxes import Box, megatron_boxes
 from megappo.reshard.files import block, load_weights
-from megappo.reshard.safetensors_files import tensor_files
+from megappo.reshard.safetensors_files import find_tensors, no_weights, tensor_files
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -168,6 +168,52 @@ def test_files_that_cannot_be_read(folder: Path) -> None:
     (folder / INDEX).write_text("{}")
     (problem,) = problems(folder)
     assert problem.startswith(f"{folder / INDEX}: is no index of safetensors files")
+
+
+def write_header(path: Path, header: object, num_bytes: int) -> None:
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(num_bytes))
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ([("F32", [2, 3], [0, 24]), ("F32", [2], [16, 24])], "tensor b: begins at 16 instead of 24"),
+        ([("F32", [2], [0, 8]), ("F32", [2], [16, 24])], "tensor b: begins at 16 instead of 8"),
+        ([("F32", [2], [8, 16]), ("F32", [2], [16, 24])], "tensor a: begins at 8 instead of 0"),
+        ([("F32", [3], [0, 8]), ("F32", [4], [8, 24])], "tensor a: has 8 bytes, not those of F32 [3]"),
+        ([("BF16", [2], [0, 8]), ("F32", [4], [8, 24])], "tensor a: has 8 bytes, not those of BF16 [2]"),
+        ([("F32", [-2, -1], [0, 8]), ("F32", [4], [8, 24])], "its shape is [-2, -1]"),
+        ([("U16", [4], [0, -4])], "its data_offsets [0, -4]"),
+        ([("F32", "2", [0, 8])], "its shape is 2"),
+        ([([], [2], [0, 8])], "TypeError"),
+        ([("F32", [2], [0, 8])], "bytes instead of"),
+    ],
+)
+def test_a_header_whose_numbers_do_not_fit_each_other(
+    tmp_path: Path, entries: list[tuple[object, object, object]], words: str
+) -> None:
+    """Its file has as many bytes as the header says, but they would be taken for other numbers."""
+    header = {
+        name: dict(zip(("dtype", "shape", "data_offsets"), entry, strict=True))
+        for name, entry in zip("ab", entries, strict=False)
+    }
+    write_header(tmp_path / SINGLE, header, 24)
+    with pytest.raises(ModelError) as caught:
+        find_tensors(tmp_path)
+    text = str(caught.value)
+    assert text.startswith(f"{tmp_path / SINGLE}: cannot be read as safetensors (") and words in text
+
+
+def test_an_unknown_type_matters_only_where_it_is_needed(tmp_path: Path) -> None:
+    header = {
+        "b": {"dtype": "U16", "shape": [2], "data_offsets": [8, 12]},
+        "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+    }
+    write_header(tmp_path / SINGLE, header, 12)
+    found = find_tensors(tmp_path)
+    assert list(found) == ["b", "a"] and found["a"].shape == (2,)
+    assert no_weights(tmp_path, found) == [f"{tmp_path}: tensor b is U16: give 16- or 32-bit floats"]
 
 
 def test_weights_are_converted_to_the_models_dtype(folder: Path) -> None:

@@ -22,7 +22,7 @@ from megappo.models.lora import FILE, Lora, factor_names, is_trained
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
 from megappo.reshard.megatron_tensors import MegatronTensor
 from megappo.reshard.merge import merge
-from megappo.reshard.safetensors_files import Form, check_tensors, find_tensors, make_room
+from megappo.reshard.safetensors_files import Form, check_tensors, find_tensors, make_room, no_weights
 from megappo.reshard.stored import Stored, row_blocks
 
 PEFT_PREFIX = "base_model.model."
@@ -93,7 +93,10 @@ class ToMerged(_Adapters):
         self.base = find_tensors(self.model_folder)
         shapes = self.spec.base.hf_shapes(scalar_head=self.scalar_head)
         found = {name: stored.shape for name, stored in self.base.items()}
-        check_tensors(self.model_folder, found, {name: shapes[name] for name in shapes if name not in self.forms})
+        needed = {name: shapes[name] for name in shapes if name not in self.forms}
+        check_tensors(self.model_folder, found, needed)
+        if problems := no_weights(self.model_folder, {name: self.base[name] for name in needed}):
+            raise ModelError(problems)
         (self.dtype, _), *_ = self.forms.values()
         self.forms = {name: (self.dtype, shape) for name, shape in shapes.items()}
 

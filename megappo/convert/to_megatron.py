@@ -19,16 +19,14 @@ from megappo.layout.legality import expert_problems, megatron_model_problems
 from megappo.layout.mesh import Layout, model_chunks
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
 from megappo.reshard.archives import LIMIT
-from megappo.reshard.dtypes import DTYPES, Dtype
+from megappo.reshard.dtypes import Dtype
 from megappo.reshard.megatron_tensors import MegatronTensor, megatron_tensors, stacked_shapes
-from megappo.reshard.safetensors_files import check_tensors, find_tensors
+from megappo.reshard.safetensors_files import check_tensors, find_tensors, no_weights
 from megappo.reshard.stored import Files, Stored, copy_block, prepare, row_blocks
 from megappo.reshard.torch_dist import NOTHING, Chunk, ChunkFile, Place, write_metadata
 
 FILE_BYTES = 512 * 2**20
 """About the size of a checkpoint's files, so that several processes can write (and read) one rank's part."""
-
-WEIGHTS = tuple(DTYPES[name] for name in ("bfloat16", "float16", "float32"))
 
 LAYER_STATES = (
     "self_attention.linear_qkv",
@@ -157,8 +155,8 @@ def _dtypes(
     problems, out = [], {}
     for key, together in names.items():
         examples = {found[name].dtype: name for name in reversed(together)}
-        if odd := [name for name in together if found[name].dtype not in WEIGHTS]:
-            problems += [f"{folder}: tensor {name} is {found[name].dtype}: give 16- or 32-bit floats" for name in odd]
+        if odd := no_weights(folder, {name: found[name] for name in together}):
+            problems += odd
         elif len(examples) > 1 and wanted is None:
             differing = ", ".join(sorted(examples.values()))
             problems.append(

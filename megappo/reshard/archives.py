@@ -15,15 +15,13 @@ from typing import Any, BinaryIO, NamedTuple
 from zlib import crc32
 
 from megappo.reshard import pickles
-from megappo.reshard.dtypes import Dtype
+from megappo.reshard.dtypes import FLOATS, Dtype
 
 ALIGNMENT = 64
 """Of each record's content in the archive, as torch has it."""
 
 LIMIT = 2**31
 """Bytes of values from which on a zip file would need a longer form."""
-
-_STORAGES = {"float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage"}
 
 _HEADER = struct.Struct("<4s5H3I2H")
 _DESCRIPTOR = struct.Struct("<4s3I")
@@ -81,7 +79,7 @@ class Frame(NamedTuple):
 @cache
 def frame(dtype: Dtype, size: tuple[int, ...]) -> Frame:
     """The frame of a contiguous tensor of 16- or 32-bit floats."""
-    storage = pickles.Persistent(("storage", pickles.named(f"torch.{_STORAGES[dtype.name]}"), "0", "cpu", prod(size)))
+    storage = pickles.Persistent(("storage", pickles.named(f"torch.{FLOATS[dtype]}"), "0", "cpu", prod(size)))
     nothing = pickles.Call("collections.OrderedDict")
     content = pickles.dumps(
         pickles.Call("torch._utils._rebuild_tensor_v2", storage, 0, size, strides(size), False, nothing)

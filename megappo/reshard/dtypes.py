@@ -48,3 +48,9 @@ DTYPES = {
         Dtype("float8_e5m2", "F8_E5M2", 1),
     )
 }
+
+FLOATS = {
+    DTYPES[name]: storage
+    for name, storage in (("bfloat16", "BFloat16Storage"), ("float16", "HalfStorage"), ("float32", "FloatStorage"))
+}
+"""Types that weights may have, with torch's names of their storages in a pickle."""

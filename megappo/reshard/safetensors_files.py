@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.models.spec import ModelError
-from megappo.reshard.dtypes import DTYPES, Dtype
+from megappo.reshard.dtypes import DTYPES, FLOATS, Dtype
 from megappo.reshard.stored import Stored
 
 IGNORED = ("rotary_emb.inv_freq",)
@@ -80,6 +80,15 @@ def check_tensors(
         raise ModelError(sorted(problems))
 
 
+def no_weights(folder: str | Path, tensors: Mapping[str, Stored]) -> list[str]:
+    """Problems of tensors that are no floats of 16 or 32 bits."""
+    return [
+        f"{folder}: tensor {name} is {stored.dtype}: give 16- or 32-bit floats"
+        for name, stored in tensors.items()
+        if stored.dtype not in FLOATS
+    ]
+
+
 def make_room(
     folder: Path, tensors: Mapping[str, Form], shard_bytes: float, *, single: str = "model.safetensors"
 ) -> dict[str, Stored]:
@@ -130,15 +139,29 @@ def _read_header(path: Path) -> dict[str, Stored]:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, size)))
         entries: dict[str, Any] = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        if end != size:
-            raise ValueError(f"{size} bytes instead of {end}")
-        return {
-            name: Stored(path, 8 + length + entry["data_offsets"][0], _BY_CODE[entry["dtype"]], tuple(entry["shape"]))
-            for name, entry in entries.items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        out, begin = {}, 0
+        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+            out[name] = _stored(path, 8 + length, begin, name, entry)
+            begin = entry["data_offsets"][1]
+        if 8 + length + begin != size:
+            raise ValueError(f"{size} bytes instead of {8 + length + begin}")
+        return {name: out[name] for name in entries}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError([f"{path}: cannot be read as safetensors ({error!r}): copy it again"]) from None
+
+
+def _stored(path: Path, values: int, expected: int, name: str, entry: Mapping[str, Any]) -> Stored:
+    """A tensor of a header, which must begin where the one before ends and have the place that its shape needs."""
+    code, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    # A type that we do not know matters only if the tensor is needed.
+    dtype = _BY_CODE.get(code) or Dtype(str(code), str(code), 0)
+    if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
+        raise ValueError(f"tensor {name}: its shape is {shape}, its data_offsets {[begin, end]}")
+    if begin != expected:
+        raise ValueError(f"tensor {name}: begins at {begin} instead of {expected}")
+    if end < begin or (dtype.itemsize and end - begin != prod(shape) * dtype.itemsize):
+        raise ValueError(f"tensor {name}: has {end - begin} bytes, not those of {code} {shape}")
+    return Stored(path, values + begin, dtype, tuple(shape))
 
 
 def _write_header(path: Path, tensors: Mapping[str, Form]) -> dict[str, Stored]:
