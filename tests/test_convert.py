@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ from megappo.convert import destination
 from megappo.convert.command import Options, convert
 from megappo.convert.to_megatron import ToMegatron
 from megappo.layout.mesh import Layout
+from megappo.models.lora import FILE
 from megappo.models.spec import ModelError
 from megappo.reshard.torch_dist import read_chunks
 
@@ -288,6 +290,62 @@ def test_two_at_once(tmp_path: Path) -> None:
     with destination.writing(target, {}), pytest.raises(ModelError, match="another process is writing it"):
         run(make(tmp_path / "model"), target)
     assert (target / destination.RECORD).is_file()
+
+
+def test_a_second_one_cannot_begin_while_files_are_brought_to_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor in a folder that was moved to its place between the second's two looks at it."""
+    folder, target = make(tmp_path / "model"), tmp_path / "checkpoint"
+    sync, flock, seen = destination.sync_tree, fcntl.flock, []
+
+    def slow_sync(path: Path) -> None:
+        with pytest.raises(ModelError, match="another process is writing it"):
+            run(folder, target)
+        sync(path)
+
+    def late_flock(*arguments: Any) -> None:
+        (tmp_path / "other.partial").rename(tmp_path / "other")
+        flock(*arguments)
+        seen.append(arguments)
+
+    monkeypatch.setattr(destination, "sync_tree", slow_sync)
+    run(folder, target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "model"]
+    assert not (target / destination.LOCK).exists()
+    monkeypatch.setattr(fcntl, "flock", late_flock)
+    with pytest.raises(ModelError, match="another process is writing it"):
+        run(folder, tmp_path / "other")
+    assert seen and [path.name for path in (tmp_path / "other").iterdir()] == [destination.LOCK]
+
+
+def test_what_a_kill_while_replacing_left(tmp_path: Path) -> None:
+    """What was to be replaced is there again at once, or gone, and never in the way of the next."""
+    folder, target = make(tmp_path / "model"), tmp_path / "checkpoint"
+    aside = tmp_path / "checkpoint.partial.old"
+    run(folder, target)
+    shutil.copytree(target, aside)  # killed while the old one was being removed
+    run(folder, target, tp=2, overwrite=True)
+    assert (target / "__1_0.distcp").is_file() and not aside.exists()
+    target.rename(aside)  # killed before the new one was in its place
+    with pytest.raises(RuntimeError), destination.writing(target, {}):
+        raise RuntimeError
+    assert (target / "__1_0.distcp").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "model"]
+
+
+def test_all_that_the_result_depends_on_makes_it_another(tmp_path: Path) -> None:
+    folder, target = make(tmp_path / "model"), tmp_path / "checkpoint"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").touch()
+    run(folder, target)
+    for name in ("chat_template.jinja", "additional_chat_templates/tools.jinja", "config.json", FILE):
+        assert "nothing to do" in run(folder, target)[0]
+        with (folder / name).open("a") as file:
+            file.write(" ")
+        with pytest.raises(ModelError, match="made from something else"):
+            run(folder, target)
+        run(folder, target, overwrite=True)
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------

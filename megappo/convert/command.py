@@ -159,7 +159,7 @@ def _record(found: Source, options: Options) -> dict[str, Any]:
     """What decides the result: if this is the same, so is the result."""
     form: dict[str, Any] = {"to": "peft"} if options.to == "peft" else {}
     form |= {name: getattr(options, name) for name in ("ep", "etp") if getattr(options, name) != getattr(Options, name)}
-    files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in found.weight_files()}
+    files = {str(path.resolve()): [path.stat().st_size, path.stat().st_mtime_ns] for path in found.files()}
     chosen = {name: asdict(options)[name] for name in ("tp", "pp", "vpp", "dtype", "shard_gb", "bucket_mb")}
     return {
         "source": str(found.folder.resolve()),

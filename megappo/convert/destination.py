@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import os
@@ -10,15 +9,13 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megappo.checkpoints import PARTIAL, sync_tree
 from megappo.models.spec import ModelError
 
 RECORD = ".megappo-convert.json"
 LOCK = ".lock"
-
-SYNC_FILE_RANGE_WRITE = 2
 
 
 def is_made(folder: Path, record: Mapping[str, Any]) -> bool:
@@ -47,9 +44,9 @@ def check_destination(folder: Path, *, overwrite: bool, needed_bytes: int) -> No
             raise ModelError([f"{folder}: is no model, so it is not overwritten: remove it, or choose another DST"])
     if not os.access(parent, os.W_OK | os.X_OK):
         raise ModelError([f"{folder}: {parent} is not writable: choose another DST, or change its permissions"])
-    partial = folder.with_name(folder.name + PARTIAL)
-    leftover = sum(path.stat().st_blocks * 512 for path in partial.rglob("*") if path.is_file())
-    free = shutil.disk_usage(parent).free + leftover
+    leftovers = [_partial(folder), *([_replaced(folder)] if folder.exists() else [])]
+    files = (path for leftover in leftovers for path in leftover.rglob("*") if path.is_file())
+    free = shutil.disk_usage(parent).free + sum(path.stat().st_blocks * 512 for path in files)
     if free < needed_bytes:
         raise ModelError(
             [f"{folder}: needs {needed_bytes / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB free: make room"]
@@ -60,46 +57,65 @@ def check_destination(folder: Path, *, overwrite: bool, needed_bytes: int) -> No
 def writing(folder: Path, record: Mapping[str, Any]) -> Iterator[Path]:
     """An empty folder to write into, which takes the place of ``folder`` if nothing is raised.
 
-    What a killed conversion left is removed first; one that is still running is not disturbed.
+    What a killed conversion left is removed first, or put back; one that is still running is not disturbed.
 
     Raises:
         ModelError: another process is writing it.
     """
-    partial = folder.with_name(folder.name + PARTIAL)
+    partial, replaced = _partial(folder), _replaced(folder)
     partial.mkdir(parents=True, exist_ok=True)
     # Processes that share the work inherit the lock: it is held until the last of them has ended.
     with (partial / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ModelError([f"{partial}: another process is writing it: wait for its end"]) from None
-        for path in partial.iterdir():
-            if path.name != LOCK:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            taken = True
+        else:
+            taken = not _is_at(lock, partial / LOCK)  # the other was done between our two calls
+        if taken:
+            raise ModelError([f"{partial}: another process is writing it: wait for its end"])
+        _remove_all_but_lock(partial)
+        if folder.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        elif replaced.is_dir():
+            replaced.rename(folder)
         try:
             yield partial
             (partial / RECORD).write_text(json.dumps(record, indent=1))
-            (partial / LOCK).unlink()
             sync_tree(partial)
             if folder.is_dir():
-                folder.rename(doomed := folder.with_name(f"{folder.name}.old{PARTIAL}"))
-                partial.rename(folder)
-                shutil.rmtree(doomed)
-            else:
-                partial.rename(folder)
+                folder.rename(replaced)
+            partial.rename(folder)
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+            if _is_at(lock, partial / LOCK):
+                _remove_all_but_lock(partial)
+                (partial / LOCK).unlink()
+                partial.rmdir()
             raise
+        # The lock came along and is held till here, so that nobody could begin in a folder that was about to move.
+        (folder / LOCK).unlink()
+        if replaced.is_dir():
+            shutil.rmtree(replaced)
 
 
-def start_writing_back(folder: Path) -> None:
-    """Have the kernel bring to disk what is in the folder's files by now, without waiting for it.
+def _partial(folder: Path) -> Path:
+    """Where it is written."""
+    return folder.with_name(folder.name + PARTIAL)
 
-    By itself it would begin later, and the disk do nothing until then.
-    """
-    if (start := getattr(ctypes.CDLL(None), "sync_file_range", None)) is None:  # not on Linux
-        return
-    for path in folder.iterdir():
-        if path.is_file():
-            with path.open("rb") as file:
-                start(file.fileno(), ctypes.c_int64(0), ctypes.c_int64(0), SYNC_FILE_RANGE_WRITE)
+
+def _replaced(folder: Path) -> Path:
+    """Where the one before is put while another takes its place; no other destination is written there."""
+    return folder.with_name(f"{folder.name}{PARTIAL}.old")
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_all_but_lock(partial: Path) -> None:
+    for path in partial.iterdir():
+        if path.name != LOCK:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -13,8 +13,8 @@ from pathlib import Path
 from zlib import crc32
 
 from megappo.convert.companions import Head
-from megappo.convert.destination import start_writing_back
 from megappo.convert.share import shared
+from megappo.convert.write_back import start_writing_back
 from megappo.models.parameters import LM_HEAD, Split
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
 from megappo.reshard.dtypes import Dtype

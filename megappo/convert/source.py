@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megappo.checkpoints import Checkpoints, step_of
 from megappo.config import ConfigError, load_config, load_supervised
+from megappo.convert.companions import companion_files
 from megappo.models.lora import FILE
 from megappo.models.spec import ModelError
 
@@ -27,10 +28,13 @@ class Source:
     folder: Path
     model_folder: Path
 
-    def weight_files(self) -> list[Path]:
-        """Every file that the weights may come from."""
-        patterns = ("*.safetensors", "*.safetensors.index.json", "*.distcp", ".metadata")
-        return sorted(path for pattern in patterns for path in self.folder.glob(pattern))
+    def files(self) -> list[Path]:
+        """Every file that the result may depend on."""
+        folders = {self.folder, self.model_folder} if has_adapters(self.folder) else {self.folder}
+        patterns = ("*.safetensors", "*.safetensors.index.json", "*.distcp", ".metadata", FILE)
+        weights = [path for folder in folders for pattern in patterns for path in folder.glob(pattern)]
+        beside = [path for top in companion_files(self.model_folder) for path in (top, *top.rglob("*"))]
+        return sorted({path for path in (*weights, *beside) if path.is_file()})
 
 
 def has_adapters(folder: Path) -> bool:

@@ -12,9 +12,9 @@ from pathlib import Path
 from zlib import crc32
 
 from megappo.convert.companions import copy_companions, says_scalar_head
-from megappo.convert.destination import start_writing_back
 from megappo.convert.share import shared
 from megappo.convert.source import COMPANIONS
+from megappo.convert.write_back import start_writing_back
 from megappo.layout.legality import expert_problems, megatron_model_problems
 from megappo.layout.mesh import Layout, model_chunks
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
