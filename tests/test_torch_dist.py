@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import zipfile
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megappo.models.spec import ModelError
 from megappo.reshard.archives import archive, find_values, frame
 from megappo.reshard.dtypes import DTYPES
 from megappo.reshard.torch_dist import Chunk, Place, read_chunks, write_metadata
@@ -46,6 +48,49 @@ def test_torch_loads_an_archive(name: str, size: tuple[int, ...], before: bytes)
     theirs = find_values(saved, 0, len(saved.getvalue()), size)
     assert theirs.checksum == crc32(values)
     assert saved.getvalue()[theirs.position :][: theirs.num_bytes] == values
+
+
+def test_strides_of_single_rows_say_nothing() -> None:
+    """As torch.save writes them after ``clone()`` of a row of a larger tensor."""
+    tensor = torch.arange(8.0).view(1, 8)[:, :4].clone(memory_format=torch.preserve_format).as_strided((1, 4), (8, 1))
+    torch.save(tensor, saved := io.BytesIO())
+    found = find_values(saved, 0, len(saved.getvalue()), (1, 4))
+    assert saved.getvalue()[found.position :][: found.num_bytes] == tensor.numpy().tobytes()
+    for other in (torch.zeros(4, 2).T, torch.zeros(4, 4)[:, :2], torch.zeros(2, 5)[:, :4]):
+        torch.save(other, saved := io.BytesIO())
+        with pytest.raises(ValueError, match="no plain tensor"):
+            find_values(saved, 0, len(saved.getvalue()), tuple(other.shape))
+
+
+@pytest.mark.parametrize("by_torch", [True, False])
+@pytest.mark.parametrize("mask", [0xFF, 0x01, 0x40])
+def test_any_damaged_byte_around_the_values_is_said(tmp_path: Path, by_torch: bool, mask: int) -> None:
+    """Or is of no matter, or leaves another checksum than that of the values, which is compared where they are read."""
+    tensor = torch.arange(6, dtype=torch.float32).view(2, 3) + 0.1
+    values = tensor.numpy().tobytes()
+    around = frame(DTYPES["float32"], (2, 3))
+    torch.save(tensor, saved := io.BytesIO())
+    whole = saved.getvalue() if by_torch else around.front + values + around.back(crc32(values))
+    path, before = tmp_path / "__0_0.distcp", b"before"
+    chunk = Chunk("a.weight", (0, 0), (2, 3), DTYPES["float32"], Place(path.name, len(before), len(whole)))
+    path.write_bytes(before + whole + b"behind")
+    right = chunk.stored(tmp_path)
+    assert right[1] == crc32(values)
+    said = 0
+    with path.open("rb+", buffering=0) as file:
+        for at in range(len(before), len(before) + len(whole)):
+            if right[0].position <= at < right[0].position + len(values):
+                continue
+            os.pwrite(file.fileno(), bytes([whole[at - len(before)] ^ mask]), at)
+            try:
+                stored, checksum = chunk.stored(tmp_path)
+                read = os.pread(file.fileno(), len(values), stored.position)
+                assert read == values or checksum not in (0, crc32(read))
+            except ModelError as error:
+                assert str(error).startswith(f"{path}: ")
+                said += 1
+            os.pwrite(file.fileno(), whole[at - len(before) :][:1], at)
+    assert chunk.stored(tmp_path) == right and said > 100
 
 
 @pytest.mark.parametrize("value", [[None], {"content_metadata": {}}])

@@ -16,6 +16,7 @@ from zlib import crc32
 
 from megappo.reshard import pickles
 from megappo.reshard.dtypes import FLOATS, Dtype
+from megappo.reshard.stored import strides
 
 ALIGNMENT = 64
 """Of each record's content in the archive, as torch has it."""
@@ -95,11 +96,6 @@ def archive(value: Any) -> bytes:
     return front + _close(records, b"", len(front))
 
 
-def strides(size: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of a contiguous tensor."""
-    return tuple(prod(size[axis + 1 :]) for axis in range(len(size)))
-
-
 def _open(content: bytes) -> tuple[list[_Record], bytes]:
     records: list[_Record] = []
     out = _append(records, "data.pkl", content, 0)
@@ -140,14 +136,32 @@ def find_values(file: BinaryIO, position: int, length: int, size: tuple[int, ...
         OSError, EOFError, LookupError, zipfile.BadZipFile, pickle.UnpicklingError: it cannot be read.
         ValueError: it holds something else, or compressed.
     """
-    with zipfile.ZipFile(_Window(file, position, length)) as directory:
-        root = directory.namelist()[0].split("/")[0]
-        header, values = (directory.getinfo(f"{root}/{name}") for name in ("data.pkl", "data/0"))
-    file.seek(_content(file, position, header))
-    tensor = _Tensor(io.BytesIO(file.read(header.file_size))).load()
-    if tensor != (0, size, strides(size)) or header.compress_type or values.compress_type:
+    try:
+        with zipfile.ZipFile(_Window(file, position, length)) as directory:
+            root = directory.namelist()[0].split("/")[0]
+            header, values = (directory.getinfo(f"{root}/{name}") for name in ("data.pkl", "data/0"))
+        file.seek(_content(file, position, header))
+        content = file.read(min(header.file_size, length))
+        if header.CRC not in (0, crc32(content)):
+            raise zipfile.BadZipFile("other bytes than were saved")
+        tensor = _Tensor(io.BytesIO(content)).load()
+        begin = _content(file, position, values)
+    except _DAMAGED as error:
+        raise zipfile.BadZipFile(repr(error)) from None
+    if not _is_plain(tensor, size) or header.compress_type or values.compress_type:
         raise ValueError("no plain tensor of this size")
-    return Values(_content(file, position, values), values.file_size, values.CRC)
+    return Values(begin, values.file_size, values.CRC)
+
+
+_DAMAGED = (struct.error, TypeError, AttributeError, NotImplementedError, MemoryError, OverflowError, UnicodeError)
+"""What zipfile and pickle raise, too, of bytes that nobody wrote."""
+
+
+def _is_plain(tensor: Any, size: tuple[int, ...]) -> bool:
+    """Whether what was unpickled is a contiguous tensor; how far it is to the next of a single row says nothing."""
+    if not isinstance(tensor, tuple) or tensor[:2] != (0, size):
+        return False
+    return all(a == b for a, b, extent in zip(tensor[2], strides(size), size, strict=True) if extent != 1)
 
 
 def _content(file: BinaryIO, position: int, record: zipfile.ZipInfo) -> int:

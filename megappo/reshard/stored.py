@@ -125,14 +125,19 @@ class Stored:
 
     def _runs(self, offset: Sequence[int], size: Sequence[int], buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
         """The pieces of a block that are in one piece in the file: where they begin, and their part of the buffer."""
-        strides = [prod(self.shape[axis + 1 :]) for axis in range(len(size))]
-        first = sum(o * stride for o, stride in zip(offset, strides, strict=True))
+        steps = strides(self.shape)
+        first = sum(o * step for o, step in zip(offset, steps, strict=True))
         # From the last axis on that a block does not span, it is in one piece.
         cut = max((axis for axis, extent in enumerate(self.shape) if size[axis] != extent), default=0)
         length = prod(size[cut:]) * self.dtype.itemsize
         for number, index in enumerate(product(*map(range, size[:cut]))):
-            at = first + sum(i * stride for i, stride in zip(index, strides, strict=False))
+            at = first + sum(i * step for i, step in zip(index, steps, strict=False))
             yield self.position + at * self.dtype.itemsize, buffer[number * length : (number + 1) * length]
+
+
+def strides(size: Sequence[int]) -> tuple[int, ...]:
+    """Those of a contiguous tensor."""
+    return tuple(prod(size[axis + 1 :]) for axis in range(len(size)))
 
 
 def pieces(
