@@ -356,7 +356,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--model", metavar="DIR", help="to hf: Hugging Face folder to take config and tokenizer from")
     command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: as in SRC")
     command.add_argument("--shard-gb", type=float, default=4.0, metavar="X", help="to hf: limit of a shard, 10^9 bytes")
-    command.add_argument("--bucket-mb", type=int, default=32, metavar="N", help="limit of a chunk in a checkpoint")
+    text = "limit of a chunk in a checkpoint, and of what is held of a weight that adapters are merged into; 2^20 bytes"
+    command.add_argument("--bucket-mb", type=int, default=32, metavar="N", help=text)
     command.add_argument("--processes", type=int, default=0, metavar="N", help="default: one a core, at most 8")
     command.add_argument("--overwrite", action="store_true", help="replace DST if it is there")
     command.add_argument("--verify", action="store_true", help="compare both sides: weights, and outputs if small")

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tiny import LLAMA3_ROPE, make_model, random_rows
 
 from megappo.cli import main
-from megappo.convert import destination
+from megappo.convert import destination, share
 from megappo.convert.command import Options, convert
 from megappo.convert.to_megatron import ToMegatron
 from megappo.layout.mesh import Layout
@@ -259,7 +259,8 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(tmp_path: Path) -> 
     assert not target.exists() and (tmp_path / "checkpoint.partial").is_dir()
     # One that shares the work is killed: an error, and nothing is left.
     done = subprocess.run([*command, "2"], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "error: a process that shared the work died (exit status -9)" in done.stderr
+    words = "error: a process that shared the work died (exit status -9): out of memory? Give fewer --processes\n"
+    assert done.returncode == 1 and done.stderr.endswith(words)
     assert not target.exists() and not (tmp_path / "checkpoint.partial").exists()
     run(folder, target)
     run(target, tmp_path / "back")
@@ -444,6 +445,52 @@ def test_a_checkpoint_file_that_is_cut_short(tmp_path: Path) -> None:
     (file,) = (tmp_path / "checkpoint").glob("*.distcp")
     os.truncate(file, file.stat().st_size // 2)
     assert f"{file}: cannot be read at byte" in problems(tmp_path / "checkpoint", tmp_path / "back")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("direction", ["to megatron", "to hf"])
+def test_a_source_that_can_no_longer_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direction: str, processes: int
+) -> None:
+    """It was whole when looked at, and shrank or went while its values were copied."""
+    folder = make(tmp_path / "model")
+    run(folder, tmp_path / "checkpoint")
+    source = folder if direction == "to megatron" else tmp_path / "checkpoint"
+    file = next(path for path in source.iterdir() if path.suffix in (".safetensors", ".distcp"))
+    whole, open_ = file.read_bytes(), os.open
+
+    def shrink(*_: object) -> None:
+        os.truncate(file, len(whole) // 2)
+
+    def fail(path: Any, flags: int, *mode: Any) -> int:
+        if path == file and flags & os.O_CLOEXEC and not flags & os.O_WRONLY:
+            raise PermissionError(13, "Permission denied", str(path))
+        return open_(path, flags, *mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megappo.convert.from_checkpoint.prepare", shrink)
+        patch.setattr("megappo.convert.to_megatron.prepare", shrink)
+        said = problems(source, tmp_path / "out", processes=processes)
+        assert said.startswith(f"{file}: cannot be read") and said.endswith(": copy it again")
+    file.write_bytes(whole)
+    monkeypatch.setattr(os, "open", fail)
+    said = problems(source, tmp_path / "out", processes=processes)
+    assert said == f"{file}: cannot be read ([Errno 13] Permission denied: '{file}'): copy it again"
+
+
+def test_a_tokenizer_that_cannot_be_read(tmp_path: Path) -> None:
+    folder = make(tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to(tmp_path / "gone")
+    text = problems(folder, tmp_path / "checkpoint")
+    assert text.startswith(f"{folder / 'tokenizer.json'}: cannot be read ([Errno 2] No such file")
+
+
+def test_one_process_does_between_items_what_is_to_be_done_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(share, "OFTEN_S", 0.0)
+    done: list[object] = []
+    assert share.shared(lambda n: done.append(n), [1, 2], [1, 1], 1, often=lambda: done.append("often")) == [None, None]
+    assert done == [1, "often", 2, "often"]
 
 
 @pytest.mark.parametrize("processes", [1, 2])

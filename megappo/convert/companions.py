@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from megappo.models.families import known_families
+from megappo.models.spec import ModelError
 from megappo.reshard.dtypes import Dtype
 
 NAMES = (
@@ -27,18 +27,26 @@ NAMES = (
 
 
 def companion_files(folder: Path) -> list[Path]:
-    """Config, generation config, tokenizer and chat template, as far as they are there."""
-    return sorted({path for name in NAMES for path in folder.glob(name)})
+    """Config, generation config, tokenizer and chat template, as far as they are there, also in folders of theirs."""
+    tops = {path for name in NAMES for path in folder.glob(name)}
+    return sorted({path for top in tops for path in (top, *top.rglob("*")) if not path.is_dir()})
 
 
 def copy_companions(source: Path, destination: Path) -> None:
-    """Copy them into a folder, made if need be."""
+    """Copy them into a folder, made if need be.
+
+    Raises:
+        ModelError: one cannot be read.
+    """
     destination.mkdir(parents=True, exist_ok=True)
     for path in companion_files(source):
-        if path.is_dir():
-            shutil.copytree(path, destination / path.name)
-        else:
-            shutil.copyfile(path, destination / path.name)
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ModelError([f"{path}: cannot be read ({error}): copy it again"]) from None
+        target = destination / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True, parents=True)
+        target.write_bytes(content)
 
 
 Head = Literal["language-model", "value", "score"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
@@ -34,7 +35,7 @@ def shared(
         sizes: of the items, to balance them.
         processes: at most; with one, this process works itself.
         meanwhile: done by this process, while others work.
-        often: done again and again by this process while others work, every :data:`OFTEN_S`.
+        often: done again and again by this process, every :data:`OFTEN_S`: while others work, or between items.
 
     Raises:
         ShareError: a process died.
@@ -43,7 +44,7 @@ def shared(
     processes = min(processes, len(items))
     if processes <= 1:
         meanwhile()
-        return [work(item) for item in items]
+        return list(_one_by_one(work, items, often))
     shares: list[list[int]] = [[] for _ in range(processes)]
     loads = [0] * processes
     for number in sorted(range(len(items)), key=lambda n: -sizes[n]):
@@ -77,6 +78,15 @@ def shared(
             ours.close()
 
 
+def _one_by_one(work: Callable[[Item], Any], items: Sequence[Item], often: Callable[[], None]) -> Iterator[Any]:
+    last = time.monotonic()
+    for item in items:
+        yield work(item)
+        if time.monotonic() - last >= OFTEN_S:
+            often()
+            last = time.monotonic()
+
+
 def _work(work: Callable[[Any], Any], items: Sequence[Any], share: list[int], pipe: Connection, parent: int) -> None:
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
@@ -98,7 +108,7 @@ def _received(process: Any, pipe: Connection) -> dict[int, Any]:
         process.join()
         raise ShareError(
             f"a process that shared the work died (exit status {process.exitcode}): out of memory? "
-            "Give fewer --processes, or a smaller --bucket-mb"
+            "Give fewer --processes"
         ) from None
     if isinstance(result, BaseException):
         raise result

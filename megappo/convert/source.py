@@ -33,8 +33,7 @@ class Source:
         folders = {self.folder, self.model_folder} if has_adapters(self.folder) else {self.folder}
         patterns = ("*.safetensors", "*.safetensors.index.json", "*.distcp", ".metadata", FILE)
         weights = [path for folder in folders for pattern in patterns for path in folder.glob(pattern)]
-        beside = [path for top in companion_files(self.model_folder) for path in (top, *top.rglob("*"))]
-        return sorted({path for path in (*weights, *beside) if path.is_file()})
+        return sorted({path for path in (*weights, *companion_files(self.model_folder)) if path.is_file()})
 
 
 def has_adapters(folder: Path) -> bool:

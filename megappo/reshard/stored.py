@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from megappo.models.spec import ModelError
 from megappo.reshard.dtypes import Dtype
 
 if TYPE_CHECKING:
@@ -43,14 +44,18 @@ class Files:
         """Fill a buffer.
 
         Raises:
-            EOFError: the file is shorter than it should be.
+            ModelError: the file cannot be read, or is shorter than it should be.
         """
-        descriptor, done = self._descriptor(path, os.O_RDONLY), 0
-        while done < len(buffer):
-            count = os.preadv(descriptor, [buffer[done:]], position + done)
-            if count == 0:
-                raise EOFError(f"{path}: ends before byte {position + len(buffer)}")
-            done += count
+        done = 0
+        try:
+            descriptor = self._descriptor(path, os.O_RDONLY)
+            while done < len(buffer):
+                count = os.preadv(descriptor, [buffer[done:]], position + done)
+                if count == 0:
+                    raise EOFError(f"it ends before byte {position + len(buffer)}")
+                done += count
+        except (OSError, EOFError) as error:
+            raise ModelError([f"{path}: cannot be read ({error}): copy it again"]) from None
 
     def write(self, path: Path, position: int, content: memoryview | bytes) -> None:
         """Write all of it; the file must be there."""
@@ -95,7 +100,7 @@ class Stored:
         """A copy of one block; no other byte of the file is read.
 
         Raises:
-            EOFError: the file is shorter than it should be.
+            ModelError: the file cannot be read, or is shorter than it should be.
         """
         import torch
 
@@ -113,7 +118,7 @@ class Stored:
         """Fill a buffer, of just their length, with the bytes of one block; no other byte of the file is read.
 
         Raises:
-            EOFError: the file is shorter than it should be.
+            ModelError: the file cannot be read, or is shorter than it should be.
         """
         for begin, piece in self._runs(offset, size, buffer):
             files.read(self.path, begin, piece)
