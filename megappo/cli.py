@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -194,7 +195,12 @@ def _convert(options: argparse.Namespace) -> int:
 
     gc.freeze()  # what torch has imported: taking it apart at the end would cost seconds
     chosen = {name: value for name, value in vars(options).items() if name in Options.__dataclass_fields__}
-    convert(str(_folder_here(options.source, with_checkpoint=True)), options.destination, Options(**chosen), print)
+    source = str(_folder_here(options.source, with_checkpoint=True))
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is half made goes, as on Ctrl-C
+    try:
+        convert(source, options.destination, Options(**chosen), print)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 

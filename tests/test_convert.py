@@ -272,7 +272,9 @@ def test_what_is_there_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
     run(folder, target)
     before = (target / ".metadata").stat().st_mtime_ns
     assert run(folder, target) == [f"{target}: is there already, made from the same: nothing to do"]
-    with pytest.raises(ModelError, match="is there already, made from something else: choose another DST"):
+    with pytest.raises(
+        ModelError, match="is there already, made from something else or changed since: choose another DST"
+    ):
         run(folder, target, tp=2)
     assert (target / ".metadata").stat().st_mtime_ns == before
     run(folder, target, tp=2, overwrite=True)

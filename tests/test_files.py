@@ -164,7 +164,9 @@ def test_files_that_cannot_be_read(folder: Path) -> None:
     (problem,) = problems(folder)
     assert problem.startswith(f"{folder / SINGLE}: cannot be read as safetensors (")
     (folder / SINGLE).unlink()
-    assert problems(folder) == [f"{folder}: has neither model.safetensors nor model.safetensors.index.json"]
+    assert problems(folder) == [
+        f"{folder}: has neither model.safetensors nor model.safetensors.index.json: add the weights"
+    ]
     (folder / INDEX).write_text("{}")
     (problem,) = problems(folder)
     assert problem.startswith(f"{folder / INDEX}: is no index of safetensors files")

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megappo.convert.destination import check_destination, is_made, writing
+from megappo.convert.destination import check_destination, destination_folder, is_made, places, writing
 from megappo.convert.from_checkpoint import FromCheckpoint
 from megappo.convert.source import Source, find_source, has_adapters
 from megappo.convert.to_hugging_face import ToHuggingFace
@@ -70,7 +70,7 @@ def convert(source: str | Path, destination: str | Path, options: Options, say: 
         VerifyError: the two sides differ.
     """
     found = find_source(Path(source), options.role, Path(options.model) if options.model else None)
-    folder = Path(destination)
+    folder = destination_folder(destination)
     _check(found, folder, options)
     record = _record(found, options)
     if is_made(folder, record):
@@ -100,6 +100,8 @@ def _write(found: Source, folder: Path, options: Options, record: dict[str, Any]
     try:
         with writing(folder, record) as partial:
             work.write(partial, _processes(options))
+            if _record(found, options) != record:
+                raise ModelError([f"{found.folder}: was changed while it was read: give the same command again"])
     except OSError as error:
         raise ModelError([f"{folder}: cannot be written ({error}): free or change its disk"]) from None
     head = "scalar" if work.scalar_head else "language-model"
@@ -144,13 +146,15 @@ def _check(found: Source, folder: Path, options: Options) -> None:
     if options.verify and adapted:
         problems.append("--verify: adapters have no other side to be compared with: leave it out")
     for name in (*SIZES, "shard_gb", "bucket_mb"):
-        if (value := getattr(options, name)) is not None and value <= 0:
+        if (value := getattr(options, name)) is not None and not 0 < value < math.inf:
             problems.append(f"--{name.replace('_', '-')} {getattr(options, name)}: must be positive")
     if options.processes < 0:
         problems.append(f"--processes {options.processes}: must be at least 1")
-    inside = folder.resolve()
-    if found.folder.resolve() in (inside, *inside.parents) or inside in found.folder.resolve().parents:
-        problems.append(f"{folder}: lies in {found.folder} or around it: choose a DST elsewhere")
+    source = found.folder.resolve()
+    for place in (path.resolve() for path in places(folder)):
+        if source in (place, *place.parents) or place in source.parents:
+            problems.append(f"{place}: lies in {found.folder} or around it: choose a DST elsewhere")
+            break
     if problems:
         raise ModelError(problems)
 

@@ -65,7 +65,8 @@ def says_scalar_head(folder: Path) -> bool:
 
 
 def _head(folder: Path) -> Head | None:
-    architectures = json.loads((folder / "config.json").read_text()).get("architectures") or []
+    named = json.loads((folder / "config.json").read_text()).get("architectures")
+    architectures = [str(name) for name in named] if isinstance(named, list) else [str(named)]
     return next((head for head, end in ENDINGS.items() if any(name.endswith(end) for name in architectures)), None)
 
 

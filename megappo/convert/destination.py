@@ -12,18 +12,49 @@ from pathlib import Path
 from typing import IO, Any
 
 from megappo.checkpoints import PARTIAL, sync_tree
+from megappo.config.run import is_url
 from megappo.models.spec import ModelError
 
 RECORD = ".megappo-convert.json"
 LOCK = ".lock"
+MADE = "made"
+"""In the record: the sizes of the files."""
+MODEL = (RECORD, "config.json", "adapter_config.json", ".metadata")
+"""One of these is in a folder that may be overwritten."""
+
+
+def destination_folder(path: str | Path) -> Path:
+    """The folder that is meant, itself where a link leads to it.
+
+    Raises:
+        ModelError: a URL, the current directory, or no path at all.
+    """
+    if is_url(str(path)):
+        raise ModelError([f"{path}: is a URL: give a folder here as DST, and copy it there"])
+    folder = Path(path)
+    try:
+        if folder.is_symlink() or folder.name in ("", ".."):
+            folder = folder.resolve()
+        is_here = folder.exists() and folder.samefile(".")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError([f"{path}: cannot be a folder ({error}): choose another DST"]) from None
+    if is_here:
+        raise ModelError([f"{path}: is the current directory: name a folder in it"])
+    return folder
 
 
 def is_made(folder: Path, record: Mapping[str, Any]) -> bool:
-    """Whether the folder is there already, made from the very same."""
+    """Whether the folder is there already, made from the very same, with all of its files as long as they were."""
     try:
-        return bool(json.loads((folder / RECORD).read_text()) == record)
-    except (OSError, ValueError):
+        found = json.loads((folder / RECORD).read_text())
+        return bool(found.pop(MADE) == _sizes(folder) and found == record)
+    except (OSError, ValueError, AttributeError, KeyError):
         return False
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name not in (RECORD, LOCK)]
+    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(paths)}
 
 
 def check_destination(folder: Path, *, overwrite: bool, needed_bytes: int) -> None:
@@ -35,13 +66,21 @@ def check_destination(folder: Path, *, overwrite: bool, needed_bytes: int) -> No
     parent = next(parent for parent in folder.absolute().parents if parent.exists())
     if folder.exists() and not folder.is_dir():
         raise ModelError([f"{folder}: is a file: choose another DST"])
-    if folder.is_dir() and any(folder.iterdir()):
+    if folder.is_dir() and not _is_empty(folder):
         if not overwrite:
             raise ModelError(
-                [f"{folder}: is there already, made from something else: choose another DST, or --overwrite"]
+                [
+                    f"{folder}: is there already, made from something else or changed since: "
+                    "choose another DST, or --overwrite"
+                ]
             )
-        if not any((folder / name).is_file() for name in (RECORD, "config.json", "adapter_config.json", ".metadata")):
+        if not any((folder / name).is_file() for name in MODEL):
             raise ModelError([f"{folder}: is no model, so it is not overwritten: remove it, or choose another DST"])
+    if folder.is_mount():
+        raise ModelError([f"{folder}: is where a disk is mounted, so nothing can take its place: name a folder in it"])
+    for path, ours in ((_partial(folder), (LOCK, RECORD)), (_replaced(folder), MODEL)):
+        if path.exists() and not (path.is_dir() and (_is_empty(path) or any((path / name).exists() for name in ours))):
+            raise ModelError([f"{path}: is in the way, and not from a conversion: rename it, or choose another DST"])
     if not os.access(parent, os.W_OK | os.X_OK):
         raise ModelError([f"{folder}: {parent} is not writable: choose another DST, or change its permissions"])
     leftovers = [_partial(folder), *([_replaced(folder)] if folder.exists() else [])]
@@ -81,7 +120,7 @@ def writing(folder: Path, record: Mapping[str, Any]) -> Iterator[Path]:
             replaced.rename(folder)
         try:
             yield partial
-            (partial / RECORD).write_text(json.dumps(record, indent=1))
+            (partial / RECORD).write_text(json.dumps({**record, MADE: _sizes(partial)}, indent=1))
             sync_tree(partial)
             if folder.is_dir():
                 folder.rename(replaced)
@@ -96,6 +135,15 @@ def writing(folder: Path, record: Mapping[str, Any]) -> Iterator[Path]:
         (folder / LOCK).unlink()
         if replaced.is_dir():
             shutil.rmtree(replaced)
+
+
+def places(folder: Path) -> tuple[Path, ...]:
+    """All that is written and removed for the sake of a destination."""
+    return folder, _partial(folder), _replaced(folder)
+
+
+def _is_empty(folder: Path) -> bool:
+    return not any(folder.iterdir())
 
 
 def _partial(folder: Path) -> Path:

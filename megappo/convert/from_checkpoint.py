@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -94,11 +94,12 @@ class FromCheckpoint:
         self.scalar_head = shapes.get(LM_HEAD.megatron) == (1, self.spec.hidden_size)
         tensors = self.held(megatron_tensors(self.spec, scalar_head=self.scalar_head))
         _check_shapes(folder, model_folder, tensors, shapes)
+        chunks = [chunk for chunk in chunks if chunk.key in shapes]
+        _check_cover(folder, chunks, shapes)
         kinds: defaultdict[str, dict[tuple[int, ...], MegatronTensor]] = defaultdict(dict)
         for tensor in tensors.values():
             kinds[tensor.key][tensor.index] = tensor
-        self.parts = [part for chunk in chunks if chunk.key in shapes for part in _parts(chunk, kinds)]
-        _check_cover(folder, self.parts, shapes)
+        self.parts = [part for chunk in chunks for part in _parts(chunk, kinds)]
         dtypes = {box.name: part.chunk.dtype for part in self.parts for box in part.tensor.boxes}
         every = self.spec.hf_shapes(scalar_head=self.scalar_head)
         self.held_forms: dict[str, Form] = {name: (dtypes[name], every[name]) for name in every if name in dtypes}
@@ -208,6 +209,11 @@ def _check_shapes(
             problems.append(
                 f"{folder}: tensor {key} has shape {list(found[key])}, {config} says {list(expected[key])}{at_least}"
             )
+    for key, shape in shapes.items():
+        stacked, layer = _layer_apart(key)
+        count, *one = expected.get(stacked, (0,))
+        if layer and stacked in expected and (layer[0] >= count or list(shape) != one):
+            problems.append(f"{folder}: tensor {key} has shape {list(shape)}, {config} says {count} layers of {one}")
     if problems:
         raise ModelError([*sorted(problems), f"{folder}: give the config that the checkpoint belongs to with --model"])
 
@@ -221,11 +227,38 @@ def _stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]
     return out
 
 
-def _check_cover(folder: Path, parts: list[Part], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Chunks never overlap (replicas are written once), so it is enough to count."""
+def _check_cover(folder: Path, chunks: Sequence[Chunk], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Every element must be in one chunk, and in no more.
+
+    That is so if and only if the chunks' corners, each with its sign, add up to those of the tensor: sums of boxes are
+    equal where their differences along all axes are, which are not zero at corners only.
+    """
+    corners = {
+        key: Counter({point: -sign for point, sign in _corners((0,) * len(shape), shape)})
+        for key, shape in shapes.items()
+    }
     missing = {key: prod(shape) for key, shape in shapes.items()}
-    for part in parts:
-        missing[part.chunk.key] -= prod(part.size)
-    problems = [f"{folder}: lacks {count} elements of {key}: save it again" for key, count in missing.items() if count]
+    for chunk in chunks:
+        missing[chunk.key] -= prod(chunk.size)
+        for point, sign in _corners(chunk.offset, chunk.size):
+            corners[chunk.key][point] += sign
+    problems = [
+        f"{folder}: lacks {count} elements of {key}: save it again" for key, count in missing.items() if count > 0
+    ]
+    problems += [
+        f"{folder}: tensor {key} is of an unknown dtype: save it as 16- or 32-bit floats"
+        for key in sorted({chunk.key for chunk in chunks if not isinstance(chunk.dtype, Dtype)})
+    ]
+    problems += [
+        f"{folder}/.metadata: chunks of {key} overlap or lie outside of it: copy the checkpoint again"
+        for key, count in missing.items()
+        if count <= 0 and any(corners[key].values())
+    ]
     if problems:
         raise ModelError(problems)
+
+
+def _corners(offset: Sequence[int], size: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
+    ends = [((begin, 1), (begin + extent, -1)) for begin, extent in zip(offset, size, strict=False)]
+    for corner in product(*ends):
+        yield tuple(place for place, _ in corner), prod(sign for _, sign in corner)

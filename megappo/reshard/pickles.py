@@ -55,6 +55,18 @@ def dumps(value: Any) -> bytes:
     return out.getvalue()
 
 
+def load(unpickler: pickle.Unpickler) -> Any:
+    """What a pickle holds.
+
+    Raises:
+        pickle.UnpicklingError: it is damaged, which Python says by an exception of whatever kind.
+    """
+    try:
+        return unpickler.load()
+    except Exception as error:
+        raise pickle.UnpicklingError(repr(error)) from None
+
+
 class Record:
     """An object of whatever class, as it was read: its fields."""
 

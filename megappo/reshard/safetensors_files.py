@@ -16,6 +16,9 @@ IGNORED = ("rotary_emb.inv_freq",)
 """Endings of tensors that old checkpoints hold and nobody needs."""
 
 
+HEADER_BYTES = 100_000_000
+"""Limit of a header, as in the safetensors library."""
+
 INDEX = "model.safetensors.index.json"
 Form = tuple[Dtype, tuple[int, ...]]
 """What a tensor is without its values."""
@@ -40,7 +43,7 @@ def tensor_files(folder: str | Path) -> dict[str, Path]:
             raise ModelError([f"{index}: names {path}, which does not exist" for path in absent])
         return files
     if not single.is_file():
-        raise ModelError([f"{folder}: has neither model.safetensors nor model.safetensors.index.json"])
+        raise ModelError([f"{folder}: has neither model.safetensors nor model.safetensors.index.json: add the weights"])
     return dict.fromkeys(_read_header(single), single)
 
 
@@ -137,7 +140,9 @@ def _read_header(path: Path) -> dict[str, Stored]:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, size)))
+            if length > min(size - 8, HEADER_BYTES):
+                raise ValueError(f"header of {length} bytes")
+            header = json.loads(file.read(length))
         entries: dict[str, Any] = {name: entry for name, entry in header.items() if name != "__metadata__"}
         out, begin = {}, 0
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):

@@ -23,6 +23,9 @@ from megappo.reshard.archives import Frame, archive, find_values, frame
 from megappo.reshard.dtypes import DTYPES, Dtype
 from megappo.reshard.stored import Stored
 
+NO_ARCHIVE = (zipfile.BadZipFile, NotImplementedError, pickle.UnpicklingError, LookupError, EOFError)
+"""What is raised for bytes that are none."""
+
 
 class Place(NamedTuple):
     """Where an archive lies."""
@@ -59,7 +62,14 @@ class Chunk:
             raise ModelError(
                 [f"{path}: holds {self.key} at {list(self.offset)} in a form that is not known: save it again"]
             ) from None
-        except (OSError, zipfile.BadZipFile, pickle.UnpicklingError, LookupError, EOFError) as error:
+        except (
+            OSError,
+            zipfile.BadZipFile,
+            NotImplementedError,
+            pickle.UnpicklingError,
+            LookupError,
+            EOFError,
+        ) as error:
             raise ModelError(
                 [f"{path}: cannot be read at byte {self.place.position} ({error!r}): copy it again"]
             ) from None
@@ -100,12 +110,12 @@ def read_chunks(folder: Path) -> tuple[dict[str, tuple[int, ...]], list[Chunk]]:
         raise ModelError([f"{folder}: is in the format {backend!r}: save it as torch_dist (Megatron's --ckpt-format)"])
     try:
         with (folder / ".metadata").open("rb") as file:
-            metadata = _Metadata(file).load()
+            metadata = pickles.load(_Metadata(file))
         entries = {key: entry for key, entry in metadata.state_dict_metadata.items() if hasattr(entry, "chunks")}
         stored = {(at.fqn, at.offset): info for at, info in metadata.storage_data.items() if at.fqn in entries}
         shapes = {key: tuple(entry.size) for key, entry in entries.items()}
         chunks = [
-            Chunk(key, part.offsets, part.sizes, entry.properties.state[0], _place(stored[key, part.offsets]))
+            _chunk(key, part, entry.properties.state[0], stored[key, part.offsets])
             for key, entry in entries.items()
             for part in entry.chunks
         ]
@@ -118,6 +128,8 @@ def read_chunks(folder: Path) -> tuple[dict[str, tuple[int, ...]], list[Chunk]]:
         for (key, _), info in stored.items()
         if getattr(info, "transform_descriptors", None)
     ]
+    if len({chunk.place for chunk in chunks}) < len(chunks):
+        problems.append(f"{folder}/.metadata: has several chunks at one place: copy the checkpoint again")
     files = {chunk.place.file for chunk in chunks}
     problems += [
         f"{folder}: lacks {name}: copy the checkpoint again" for name in files if not (folder / name).is_file()
@@ -127,8 +139,17 @@ def read_chunks(folder: Path) -> tuple[dict[str, tuple[int, ...]], list[Chunk]]:
     return shapes, chunks
 
 
-def _place(info: Any) -> Place:
-    return Place(info.relative_path, info.offset, info.length)
+def _chunk(key: str, part: Any, dtype: Dtype, info: Any) -> Chunk:
+    """A chunk as the metadata has it; its parts may be of any type.
+
+    Raises:
+        TypeError, AttributeError: they are of another.
+    """
+    place = Place(info.relative_path, info.offset, info.length)
+    numbers = (*part.offsets, *part.sizes, place.position, place.length)
+    if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(place.file, str):
+        raise TypeError(f"{key} at {part.offsets} in {place}")
+    return Chunk(key, part.offsets, part.sizes, dtype, place)
 
 
 class ChunkFile:

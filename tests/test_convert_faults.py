@@ -1,0 +1,209 @@
+"""Conversions that go wrong: damaged files, destinations that would fail late, other processes, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_convert import assert_same_weights, make, problems, run
+
+from megappo.convert import destination, to_megatron
+from megappo.convert.to_hugging_face import ToHuggingFace
+from megappo.models.spec import ModelError
+from megappo.reshard.safetensors_files import find_tensors
+from megappo.reshard.torch_dist import read_chunks, write_metadata
+
+# --- damaged files --------------------------------------------------------------------------------------------------
+
+
+def test_chunks_that_overlap_are_not_taken_for_the_whole(tmp_path: Path) -> None:
+    """As many elements as there should be, but some twice and others not at all."""
+    run(make(tmp_path / "model"), checkpoint := tmp_path / "checkpoint", tp=2)
+    shapes, chunks = read_chunks(checkpoint)
+    key = "decoder.layers.mlp.linear_fc2.weight"
+    number, chunk = next(
+        (number, chunk) for number, chunk in enumerate(chunks) if chunk.key == key and chunk.offset[-1]
+    )
+    for other in (replace(chunk, offset=(0, 0, 1)), replace(chunk, offset=(1000, 0, 0))):
+        write_metadata(checkpoint, shapes, [*chunks[:number], other, *chunks[number + 1 :]], {})
+        assert f"chunks of {key} overlap or lie outside of it" in problems(checkpoint, tmp_path / "back")
+    other = replace(chunk, place=chunks[0].place)
+    write_metadata(checkpoint, shapes, [*chunks[:number], other, *chunks[number + 1 :]], {})
+    assert ".metadata: has several chunks at one place" in problems(checkpoint, tmp_path / "back")
+
+
+def test_a_damaged_metadata_is_an_error_or_of_no_effect(tmp_path: Path) -> None:
+    folder = make(tmp_path / "model")
+    run(folder, checkpoint := tmp_path / "checkpoint", tp=2)
+
+    def parts() -> list[Any]:
+        found = ToHuggingFace(checkpoint, folder, None, 2**30, 2**20).parts
+        return sorted((part.tensor.name, part.offset, part.size, part.index) for part in found)
+
+    whole, expected = (checkpoint / ".metadata").read_bytes(), parts()
+    random.seed(0)
+    refused = 0
+    for _ in range(200):
+        content = bytearray(whole)
+        changed = random.choice([place for place, byte in enumerate(whole) if byte])  # zeros would be huge numbers
+        content[changed] = random.choice(b"\x00\x01\x40\x80\x95J(R.}")
+        (checkpoint / ".metadata").write_bytes(content)
+        try:
+            assert parts() == expected
+        except ModelError:
+            refused += 1
+    assert refused > 50
+
+
+def test_nothing_in_a_pickle_is_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+            return os.system, (f"touch {tmp_path}/ran",)
+
+    run(make(tmp_path / "model"), checkpoint := tmp_path / "checkpoint")
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Evil()))
+    assert ".metadata: cannot be read" in problems(checkpoint, tmp_path / "back")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_header_must_fit_its_file(tmp_path: Path) -> None:
+    """Places that are not where they should be would be other weights."""
+    path = make(tmp_path / "model") / "model.safetensors"
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    name = "model.layers.0.mlp.up_proj.weight"
+    begin, end = header[name]["data_offsets"]
+
+    def said(**changes: Any) -> str:
+        text = json.dumps({**header, name: {**header[name], **changes}}).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+        return problems(path.parent, tmp_path / "checkpoint")
+
+    assert f"tensor {name}: begins at {begin + 2} instead of {begin}" in said(data_offsets=[begin + 2, end + 2])
+    assert f"tensor {name}: has {end - begin} bytes, not those of BF16 [96, 63]" in said(shape=[96, 63])
+    assert f"tensor {name}: its shape is [-96, -64]" in said(shape=[-96, -64])
+    path.write_bytes((2**62).to_bytes(8, "little") + whole[8:])
+    assert "header of 4611686018427387904 bytes" in problems(path.parent, tmp_path / "checkpoint")
+    path.write_bytes(whole)
+    assert list(find_tensors(path.parent)) == [key for key in header if key != "__metadata__"]
+
+
+# --- the source changes ---------------------------------------------------------------------------------------------
+
+
+def test_a_source_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make(tmp_path / "model")
+    weights = folder / "model.safetensors"
+    for change, words in (
+        (lambda: os.utime(weights), "model: was changed while it was read: give the same command again"),
+        (lambda: os.truncate(weights, 5000), "model.safetensors: cannot be read (it ends before byte"),
+        (weights.unlink, "model.safetensors: cannot be read ([Errno 2] No such file or directory"),
+    ):
+        monkeypatch.setattr(to_megatron, "prepare", lambda _, change=change: change())  # before the first byte is read
+        assert words in problems(folder, tmp_path / "checkpoint")
+        make(folder)
+
+
+# --- the destination ------------------------------------------------------------------------------------------------
+
+
+def test_destinations_that_would_fail_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make(tmp_path / "model")
+    (tmp_path / "mine.partial").mkdir()
+    (tmp_path / "mine.partial" / "thesis.tex").write_text("years")
+    (tmp_path / "cwd").mkdir()
+    shutil.copytree(folder, tmp_path / "source.partial")
+    monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
+    for source, target, words in (
+        (folder, "s3://bucket/model", "s3://bucket/model: is a URL: give a folder here as DST"),
+        (folder, ".", "is the current directory: name a folder in it"),
+        (folder, tmp_path / "disk", "is where a disk is mounted"),
+        (folder, "x" * 300, "File name too long"),
+        (folder, tmp_path / "mine", "mine.partial: is in the way, and not from a conversion"),
+        (tmp_path / "source.partial", tmp_path / "source", "source.partial: lies in"),
+    ):
+        with pytest.raises(ModelError) as caught:
+            run(source, target)
+        assert words in str(caught.value)
+    assert (tmp_path / "mine.partial" / "thesis.tex").is_file()
+    assert (tmp_path / "source.partial" / "model.safetensors").is_file()
+    run(folder, tmp_path / "checkpoint")
+    for limit in (float("nan"), float("inf")):
+        assert f"--shard-gb {limit}: must be positive" in problems(
+            tmp_path / "checkpoint", tmp_path / "back", shard_gb=limit
+        )
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    """To a larger disk, say: the folder is made there."""
+    (tmp_path / "there").mkdir()
+    for name in ("there", "new"):
+        (tmp_path / "link").symlink_to(tmp_path / name)
+        run(make(tmp_path / "model"), tmp_path / "link")
+        assert (tmp_path / name / ".metadata").is_file() and not (tmp_path / name).is_symlink()
+        (tmp_path / "link").unlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "new", "there"]
+
+
+def test_nothing_to_do_only_if_all_is_as_it_was(tmp_path: Path) -> None:
+    folder, target = make(tmp_path / "model"), tmp_path / "checkpoint"
+    run(folder, target)
+    (file,) = target.glob("*.distcp")
+    os.truncate(file, 100)
+    with pytest.raises(ModelError, match="is there already, made from something else or changed since"):
+        run(folder, target)
+    # What a conversion that was killed just after its end had yet to remove.
+    shutil.copytree(target, tmp_path / "checkpoint.partial.old")
+    run(folder, target, overwrite=True)
+    assert not (tmp_path / "checkpoint.partial.old").exists()
+    run(target, tmp_path / "back")
+    assert_same_weights(folder, tmp_path / "back")
+    assert "nothing to do" in run(folder, target)[0]
+    (folder / "chat_template.jinja").write_text("another")
+    run(folder, target, overwrite=True)
+    assert (target / "huggingface" / "chat_template.jinja").read_text() == "another"
+
+
+def test_another_begins_while_the_first_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, target = make(tmp_path / "model"), tmp_path / "checkpoint"
+    sync = destination.sync_tree
+
+    def meanwhile(partial: Path) -> None:
+        with pytest.raises(ModelError, match="another process is writing it"):
+            run(folder, target)
+        sync(partial)
+
+    monkeypatch.setattr(destination, "sync_tree", meanwhile)
+    run(folder, target)
+    assert not (target / destination.LOCK).exists()
+    monkeypatch.undo()
+    run(target, tmp_path / "back")
+    assert_same_weights(folder, tmp_path / "back")
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_terminated_conversion_leaves_nothing(tmp_path: Path, processes: str) -> None:
+    script = (
+        "import os, signal, sys\n"
+        "from megappo.convert import to_megatron\n"
+        "to_megatron.write_metadata = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "from megappo.cli import main\n"
+        "sys.exit(main(['convert', *sys.argv[1:]]))\n"
+    )
+    folder = make(tmp_path / "model")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    command = [sys.executable, "-c", script, str(folder), str(tmp_path / "out"), "--processes", processes]
+    assert subprocess.run(command, env=environment, check=False).returncode == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
