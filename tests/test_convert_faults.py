@@ -37,9 +37,10 @@ def test_chunks_that_overlap_are_not_taken_for_the_whole(tmp_path: Path) -> None
     for other in (replace(chunk, offset=(0, 0, 1)), replace(chunk, offset=(1000, 0, 0))):
         write_metadata(checkpoint, shapes, [*chunks[:number], other, *chunks[number + 1 :]], {})
         assert f"chunks of {key} overlap or lie outside of it" in problems(checkpoint, tmp_path / "back")
-    other = replace(chunk, place=chunks[0].place)
-    write_metadata(checkpoint, shapes, [*chunks[:number], other, *chunks[number + 1 :]], {})
-    assert ".metadata: has several chunks at one place" in problems(checkpoint, tmp_path / "back")
+    near = chunk.place._replace(position=chunk.place.position - 1)
+    for other in (replace(chunk, place=chunks[0].place), replace(chunk, place=near)):
+        write_metadata(checkpoint, shapes, [*chunks[:number], other, *chunks[number + 1 :]], {})
+        assert ".metadata: has several chunks at one place" in problems(checkpoint, tmp_path / "back")
 
 
 def test_a_damaged_metadata_is_an_error_or_of_no_effect(tmp_path: Path) -> None:

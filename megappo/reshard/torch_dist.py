@@ -14,6 +14,7 @@ import pickle
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,7 +129,8 @@ def read_chunks(folder: Path) -> tuple[dict[str, tuple[int, ...]], list[Chunk]]:
         for (key, _), info in stored.items()
         if getattr(info, "transform_descriptors", None)
     ]
-    if len({chunk.place for chunk in chunks}) < len(chunks):
+    places = sorted(chunk.place for chunk in chunks)
+    if any(a.file == b.file and a.position + a.length > b.position for a, b in pairwise(places)):
         problems.append(f"{folder}/.metadata: has several chunks at one place: copy the checkpoint again")
     files = {chunk.place.file for chunk in chunks}
     problems += [
