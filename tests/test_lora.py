@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from safetensors.torch import load_file, save_file
 from test_update import PPO, ROWS, assert_same, gain, gathered, take_steps
 from tiny import make_model
 
@@ -100,6 +102,15 @@ def test_trained_split_resumed_and_exported(
     for loaded in (with_peft(folder, critic, tmp_path / "peft"), hugging_face(str(tmp_path / "merged"), critic)):
         np.testing.assert_allclose(ours, outputs(loaded, critic), atol=1e-5)
     assert np.abs(ours - outputs(hugging_face(folder, critic), critic)).max() > 0.01
+
+    weights = Path(shutil.copytree(folder, tmp_path / "base")) / "model.safetensors"
+    convert(saved, tmp_path / "again", Options(model=str(tmp_path / "base")), print)
+    weights.touch()
+    with pytest.raises(ModelError, match="made from something else"):
+        convert(saved, tmp_path / "again", Options(model=str(tmp_path / "base")), print)
+    save_file({**load_file(weights), "model.norm.weight": torch.ones(64, dtype=torch.int8)}, weights)
+    with pytest.raises(ModelError, match=r"tensor model\.norm\.weight is int8: give 16- or 32-bit floats"):
+        convert(saved, tmp_path / "again", Options(model=str(tmp_path / "base")), print)
 
 
 PARTS: dict[str, Any] = {

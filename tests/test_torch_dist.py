@@ -126,3 +126,18 @@ def test_torch_reads_the_metadata(tmp_path: Path) -> None:
     assert type(found.state_dict_metadata["a.weight"].size) is torch.Size
     (tmp_path / "__0_0.distcp").touch()
     assert read_chunks(tmp_path) == ({"a.weight": (4, 3)}, chunks)
+
+
+@pytest.mark.parametrize("place", [Place("a", -1, 9), Place("a", 0, -9), Place([], 0, 9), Place("a", "b", 9)])  # type: ignore[arg-type]
+def test_a_place_that_is_none_is_said(tmp_path: Path, place: Place) -> None:
+    write_metadata(tmp_path, {"a": (2,)}, [Chunk("a", (0,), (2,), DTYPES["bfloat16"], place)], {})
+    (tmp_path / "a").touch()
+    with pytest.raises(ModelError, match=r"\.metadata: cannot be read \("):
+        read_chunks(tmp_path)
+
+
+def test_a_damaged_metadata_is_said(tmp_path: Path) -> None:
+    """Whatever a wrong byte makes of the pickle: a size of 10^18 bytes, say."""
+    (tmp_path / ".metadata").write_bytes(pickle.PROTO + b"\4" + pickle.BINBYTES8 + (2**63).to_bytes(8, "little"))
+    with pytest.raises(ModelError, match=r"\.metadata: cannot be read \(.*OverflowError"):
+        read_chunks(tmp_path)

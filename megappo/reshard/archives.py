@@ -144,7 +144,7 @@ def find_values(file: BinaryIO, position: int, length: int, size: tuple[int, ...
         content = file.read(min(header.file_size, length))
         if header.CRC not in (0, crc32(content)):
             raise zipfile.BadZipFile("other bytes than were saved")
-        tensor = _Tensor(io.BytesIO(content)).load()
+        tensor = pickles.load(_Tensor(io.BytesIO(content)))
         begin = _content(file, position, values)
     except _DAMAGED as error:
         raise zipfile.BadZipFile(repr(error)) from None
@@ -153,8 +153,8 @@ def find_values(file: BinaryIO, position: int, length: int, size: tuple[int, ...
     return Values(begin, values.file_size, values.CRC)
 
 
-_DAMAGED = (struct.error, TypeError, AttributeError, NotImplementedError, MemoryError, OverflowError, UnicodeError)
-"""What zipfile and pickle raise, too, of bytes that nobody wrote."""
+_DAMAGED = (struct.error, TypeError, NotImplementedError, MemoryError, OverflowError, UnicodeError)
+"""What zipfile raises, too, of bytes that nobody wrote."""
 
 
 def _is_plain(tensor: Any, size: tuple[int, ...]) -> bool:

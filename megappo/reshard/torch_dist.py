@@ -24,9 +24,6 @@ from megappo.reshard.archives import Frame, archive, find_values, frame
 from megappo.reshard.dtypes import DTYPES, Dtype
 from megappo.reshard.stored import Stored
 
-NO_ARCHIVE = (zipfile.BadZipFile, NotImplementedError, pickle.UnpicklingError, LookupError, EOFError)
-"""What is raised for bytes that are none."""
-
 
 class Place(NamedTuple):
     """Where an archive lies."""
@@ -63,14 +60,7 @@ class Chunk:
             raise ModelError(
                 [f"{path}: holds {self.key} at {list(self.offset)} in a form that is not known: save it again"]
             ) from None
-        except (
-            OSError,
-            zipfile.BadZipFile,
-            NotImplementedError,
-            pickle.UnpicklingError,
-            LookupError,
-            EOFError,
-        ) as error:
+        except (OSError, zipfile.BadZipFile, pickle.UnpicklingError, LookupError, EOFError) as error:
             raise ModelError(
                 [f"{path}: cannot be read at byte {self.place.position} ({error!r}): copy it again"]
             ) from None
