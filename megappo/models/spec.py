@@ -11,6 +11,7 @@ from typing import Any
 
 from megappo.config import LoraConfig
 from megappo.models.families import Family, known_families
+from megappo.models.hf_config import LLAMA3_KEYS, experts, find_problems, rotary
 from megappo.models.lora import ALL_LINEAR, Lora, adapter_parameters, is_adapter, projections
 from megappo.models.parameters import (
     EMBEDDING,
@@ -169,9 +170,8 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
         known = ", ".join(sorted(known_families()))
         raise ModelError([f"{path}: model_type {raw.get('model_type')!r} is not a family we know: known are {known}"])
     raw = {**family.defaults, **raw}
-    problems = [f"{path}: {problem}" for problem in (*_missing(raw, family), *_refused(raw, family))]
-    if problems:
-        raise ModelError(problems)
+    if problems := find_problems(raw, family):
+        raise ModelError([f"{path}: {problem}" for problem in problems])
     return _spec(raw, family)
 
 
@@ -202,68 +202,9 @@ def with_lora(spec: ModelSpec, config: LoraConfig | None) -> ModelSpec:
     return replace(spec, lora=Lora(config.rank, float(config.alpha), tuple(dict.fromkeys(targets))))
 
 
-_REQUIRED = (
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
-    "rms_norm_eps",
-)
-
-
-def _missing(raw: dict[str, Any], family: Family) -> Iterator[str]:
-    for key in (*_REQUIRED, family.ffn, *_experts(raw, family)):
-        value = raw.get(key)
-        real = key == "rms_norm_eps"
-        if isinstance(value, bool) or not isinstance(value, int | float if real else int) or value <= 0:
-            yield f"{key}: {value!r} is not a positive {'number' if real else 'integer'}"
-    heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
-    if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads <= 0 or heads % kv_heads):
-        yield f"num_key_value_heads: {kv_heads} does not divide num_attention_heads {heads}"
-    hidden = raw.get("hidden_size")
-    if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 and not raw.get("head_dim") and hidden % heads:
-        yield f"hidden_size: {hidden} is no multiple of num_attention_heads {heads}, and head_dim is not given"
-
-
-def _experts(raw: dict[str, Any], family: Family) -> tuple[str, ...]:
-    """The key that tells the number of experts, if the family has any."""
-    return tuple(key for key in family.experts if raw.get(key) is not None)[:1] or family.experts[:1]
-
-
-def _rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings: ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling`` (before)."""
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
-    rope.setdefault("rope_type", rope.get("type", "default"))
-    return rope
-
-
-_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
-def _refused(raw: dict[str, Any], family: Family) -> Iterator[str]:
-    for key, accepted in {**family.refused, "hidden_act": "silu", "partial_rotary_factor": 1.0}.items():
-        if raw.get(key) not in (None, accepted):
-            yield f"{key}: {raw[key]!r} is not supported for {family.model_type}: only {accepted!r} is"
-    sliding = sorted({kind for kind in raw.get("layer_types") or () if kind != "full_attention"})
-    if sliding:
-        yield f"layer_types: {', '.join(sliding)} is not supported: only full_attention is"
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        yield f"quantization_config: weights quantised by {method!r} cannot be trained: give the unquantised model"
-    rope = _rope(raw)
-    if rope["rope_type"] not in ("default", "llama3"):
-        yield f"rope_scaling: rope_type {rope['rope_type']!r} is not supported: known are default, llama3"
-    if rope["rope_type"] == "llama3":
-        yield from (f"rope_scaling: llama3 needs {key}" for key in _LLAMA3_KEYS if key not in rope)
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        yield f"rope_parameters.partial_rotary_factor: {rope['partial_rotary_factor']!r} is not supported: only 1.0 is"
-
-
 def _spec(raw: dict[str, Any], family: Family) -> ModelSpec:
-    rope = _rope(raw)
-    scaling = Llama3RopeScaling(*(rope[key] for key in _LLAMA3_KEYS)) if rope["rope_type"] == "llama3" else None
+    rope = rotary(raw)
+    scaling = Llama3RopeScaling(*(rope[key] for key in LLAMA3_KEYS)) if rope["rope_type"] == "llama3" else None
     return ModelSpec(
         family=family.model_type,
         num_layers=raw["num_hidden_layers"],
@@ -278,5 +219,5 @@ def _spec(raw: dict[str, Any], family: Family) -> ModelSpec:
         rope_theta=float(rope["rope_theta"]),
         rope_scaling=scaling,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        num_experts=sum(raw[key] for key in _experts(raw, family)),
+        num_experts=sum(raw[key] for key in experts(raw, family)),
     )
