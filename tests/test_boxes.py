@@ -20,7 +20,7 @@ from tiny import make_model
 from megappo.layout.mesh import Layout
 from megappo.models.spec import ModelSpec, read_model_spec
 from megappo.reshard.boxes import Box, megatron_boxes, megatron_shards, vllm_boxes, vllm_shards
-from megappo.reshard.files import block
+from megappo.reshard.copies import block
 
 
 def window(offset: Iterable[int], size: Iterable[int]) -> tuple[slice, ...]:

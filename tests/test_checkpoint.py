@@ -34,7 +34,7 @@ def train(layout: Layout, critic: bool, dtype: str, plan: list[tuple[str, str]])
     """
     import torch.distributed as dist
 
-    from megappo.reshard.files import block
+    from megappo.reshard.copies import block
     from megappo.workers.megatron_role import MegatronRole
     from megappo.workers.objectives import ActorObjective, CriticObjective
     from megappo.workers.settings import MiniBatch, RoleSettings, Totals
@@ -172,7 +172,7 @@ def test_a_role_that_does_not_train_reads_a_trained_one(tmp_path: Path) -> None:
 
 
 def frozen(folder: str, saved: str, layout: Layout) -> Pieces:
-    from megappo.reshard.files import block
+    from megappo.reshard.copies import block
     from megappo.workers.megatron_role import MegatronRole
     from megappo.workers.settings import RoleSettings
 

@@ -23,10 +23,10 @@ from megappo.cli import main
 from megappo.convert import destination, share
 from megappo.convert.command import Options, convert
 from megappo.convert.to_megatron import ToMegatron
+from megappo.formats.torch_dist import read_chunks
 from megappo.layout.mesh import Layout
 from megappo.models.lora import FILE
 from megappo.models.spec import ModelError
-from megappo.reshard.torch_dist import read_chunks
 
 VOCABULARY = 70
 """Padded to 72 rows by Megatron for one rank, to 80 for two."""

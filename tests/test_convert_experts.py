@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from test_convert import VOCABULARY, assert_same_weights, make, problems, run, weights
 
 from megappo.convert.to_megatron import ToMegatron
+from megappo.formats.torch_dist import read_chunks
 from megappo.layout.mesh import Layout
-from megappo.reshard.torch_dist import read_chunks
 
 EXPERT = {
     "qwen3_moe": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),

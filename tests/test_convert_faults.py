@@ -19,9 +19,9 @@ from test_convert import assert_same_weights, make, problems, run
 
 from megappo.convert import destination, to_megatron
 from megappo.convert.to_hugging_face import ToHuggingFace
+from megappo.formats.safetensors_files import find_tensors
+from megappo.formats.torch_dist import read_chunks, write_metadata
 from megappo.models.spec import ModelError
-from megappo.reshard.safetensors_files import find_tensors
-from megappo.reshard.torch_dist import read_chunks, write_metadata
 
 # --- damaged files --------------------------------------------------------------------------------------------------
 

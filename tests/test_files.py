@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import make_model
 
+from megappo.formats.safetensors_files import find_tensors, no_weights, tensor_files
 from megappo.layout.mesh import Layout
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
 from megappo.reshard.boxes import Box, megatron_boxes
-from megappo.reshard.files import block, load_weights
-from megappo.reshard.safetensors_files import find_tensors, no_weights, tensor_files
+from megappo.reshard.copies import block
+from megappo.reshard.load_weights import load_weights
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

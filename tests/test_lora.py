@@ -21,7 +21,7 @@ from megappo.data import batch
 from megappo.layout.mesh import Layout
 from megappo.models.spec import ModelError, read_model_spec, with_lora
 from megappo.reshard.boxes import megatron_boxes, vllm_boxes
-from megappo.reshard.files import block
+from megappo.reshard.copies import block
 from megappo.reshard.merge import merge, updates
 
 ALL = LoraConfig(rank=4, alpha=8.0)

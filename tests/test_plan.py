@@ -18,9 +18,8 @@ from megappo.models.spec import ModelSpec
 from megappo.reshard.actor_to_rollout import TransferSpec
 from megappo.reshard.agreement import disagreement
 from megappo.reshard.boxes import Box, Shard, file_boxes, megatron_boxes, vllm_boxes
-from megappo.reshard.copies import Copy
+from megappo.reshard.copies import Copy, block
 from megappo.reshard.explain import LINKS, Speeds, explain
-from megappo.reshard.files import block
 from megappo.reshard.intersections import PlanError
 from megappo.reshard.messages import make_messages
 from megappo.reshard.plan import make_plan, plan_copies, plan_hash

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megappo.formats.archives import archive, find_values, frame
+from megappo.formats.dtypes import DTYPES
+from megappo.formats.torch_dist import Chunk, Place, read_chunks, write_metadata
 from megappo.models.spec import ModelError
-from megappo.reshard.archives import archive, find_values, frame
-from megappo.reshard.dtypes import DTYPES
-from megappo.reshard.torch_dist import Chunk, Place, read_chunks, write_metadata
 
 FLOATS = st.sampled_from(["float32", "float16", "bfloat16"])
 

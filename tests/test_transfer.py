@@ -93,7 +93,7 @@ class Staging(UserDict[str, torch.Tensor]):
 def numbered(transfer: TransferSpec, rank: int, round_: int) -> dict[str, torch.Tensor]:
     """A sender's parameters, each element its global number (times ``round_``); a receiver's, all -1."""
     from megappo.reshard.boxes import megatron_boxes, vllm_boxes
-    from megappo.reshard.files import block
+    from megappo.reshard.copies import block
     from megappo.reshard.probe import index_tensors
 
     sends = rank < transfer.actor.world

@@ -51,7 +51,7 @@ def take_steps(role: Any, critic: bool, ppo: PPOConfig) -> tuple[Any, list[Any]]
     import torch.distributed as dist
 
     from megappo.ppo.balance import balanced_partition, mini_batches
-    from megappo.reshard.files import block
+    from megappo.reshard.copies import block
     from megappo.workers.objectives import ActorObjective, CriticObjective
     from megappo.workers.settings import MiniBatch, Totals
 

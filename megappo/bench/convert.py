@@ -55,7 +55,7 @@ def run(size: str, folder: str, out: str | None, *, rounds: int = 3) -> None:
 
 def _same_bytes(a: Path, b: Path) -> bool:
     """Whether two folders hold the same tensors, however they are cut into files."""
-    from megappo.reshard.safetensors_files import find_tensors
+    from megappo.formats.safetensors_files import find_tensors
 
     ours, theirs = find_tensors(a), find_tensors(b)
 

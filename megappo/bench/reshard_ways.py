@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from megappo.reshard.actor_to_rollout import TransferSpec
 from megappo.reshard.boxes import Box, Shard, file_boxes
-from megappo.reshard.copies import Copy
-from megappo.reshard.files import block
+from megappo.reshard.copies import Copy, block
 from megappo.reshard.plan import plan_copies
 from megappo.reshard.transfer import source_block
 

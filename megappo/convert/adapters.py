@@ -18,12 +18,12 @@ from typing import NamedTuple
 from megappo.convert.companions import Head, copy_companions, fit_config
 from megappo.convert.from_checkpoint import FromCheckpoint
 from megappo.convert.share import shared
+from megappo.formats.safetensors_files import Form, check_tensors, find_tensors, make_room, no_weights
+from megappo.formats.stored import Stored, row_blocks
 from megappo.models.lora import FILE, Lora, factor_names, is_trained
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
 from megappo.reshard.megatron_tensors import MegatronTensor
 from megappo.reshard.merge import merge
-from megappo.reshard.safetensors_files import Form, check_tensors, find_tensors, make_room, no_weights
-from megappo.reshard.stored import Stored, row_blocks
 
 PEFT_PREFIX = "base_model.model."
 TASKS: Mapping[Head, str] = {"language-model": "CAUSAL_LM", "value": "TOKEN_CLS", "score": "SEQ_CLS"}

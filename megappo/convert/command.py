@@ -15,9 +15,9 @@ from megappo.convert.from_checkpoint import FromCheckpoint
 from megappo.convert.source import Source, find_source, has_adapters
 from megappo.convert.to_hugging_face import ToHuggingFace
 from megappo.convert.to_megatron import ToMegatron
+from megappo.formats.dtypes import DTYPES
 from megappo.layout.mesh import Layout
 from megappo.models.spec import ModelError
-from megappo.reshard.dtypes import DTYPES
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
 """Options that say whose ranks' parts a checkpoint's files will be."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from megappo.formats.dtypes import Dtype
 from megappo.models.families import known_families
 from megappo.models.spec import ModelError
-from megappo.reshard.dtypes import Dtype
 
 NAMES = (
     "config.json",

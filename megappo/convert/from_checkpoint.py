@@ -15,13 +15,13 @@ from zlib import crc32
 from megappo.convert.companions import Head
 from megappo.convert.share import shared
 from megappo.convert.write_back import start_writing_back
+from megappo.formats.dtypes import Dtype
+from megappo.formats.safetensors_files import Form
+from megappo.formats.stored import Files, Stored, copy_block, pieces, prepare
+from megappo.formats.torch_dist import Chunk, read_chunks
 from megappo.models.parameters import LM_HEAD, Split
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
-from megappo.reshard.dtypes import Dtype
 from megappo.reshard.megatron_tensors import MegatronTensor, megatron_tensors, stacked_shapes
-from megappo.reshard.safetensors_files import Form
-from megappo.reshard.stored import Files, Stored, copy_block, pieces, prepare
-from megappo.reshard.torch_dist import Chunk, read_chunks
 
 MODEL = ("embedding.", "decoder.", "output_layer.")
 """How the keys of weights begin; all others (optimizer state, random states, ...) are not the model's."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megappo.convert.companions import copy_companions, fit_config
 from megappo.convert.from_checkpoint import FromCheckpoint
-from megappo.reshard.safetensors_files import make_room
+from megappo.formats.safetensors_files import make_room
 
 
 class ToHuggingFace(FromCheckpoint):

@@ -15,15 +15,15 @@ from megappo.convert.companions import copy_companions, says_scalar_head
 from megappo.convert.share import shared
 from megappo.convert.source import COMPANIONS
 from megappo.convert.write_back import start_writing_back
+from megappo.formats.archives import LIMIT
+from megappo.formats.dtypes import Dtype
+from megappo.formats.safetensors_files import check_tensors, find_tensors, no_weights
+from megappo.formats.stored import Files, Stored, copy_block, prepare, row_blocks
+from megappo.formats.torch_dist import NOTHING, Chunk, ChunkFile, Place, write_metadata
 from megappo.layout.legality import expert_problems, megatron_model_problems
 from megappo.layout.mesh import Layout, model_chunks
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
-from megappo.reshard.archives import LIMIT
-from megappo.reshard.dtypes import Dtype
 from megappo.reshard.megatron_tensors import MegatronTensor, megatron_tensors, stacked_shapes
-from megappo.reshard.safetensors_files import check_tensors, find_tensors, no_weights
-from megappo.reshard.stored import Files, Stored, copy_block, prepare, row_blocks
-from megappo.reshard.torch_dist import NOTHING, Chunk, ChunkFile, Place, write_metadata
 
 FILE_BYTES = 512 * 2**20
 """About the size of a checkpoint's files, so that several processes can write (and read) one rank's part."""

@@ -12,8 +12,8 @@ import torch
 from megappo.convert.from_checkpoint import Part
 from megappo.convert.share import shared
 from megappo.convert.to_hugging_face import ToHuggingFace
-from megappo.reshard.safetensors_files import find_tensors
-from megappo.reshard.stored import PIECE_BYTES, Stored, moved, row_blocks
+from megappo.formats.safetensors_files import find_tensors
+from megappo.formats.stored import PIECE_BYTES, Stored, moved, row_blocks
 
 SMALL = 2 * 10**9
 """Weights up to which the model is also run on both sides, in float32."""

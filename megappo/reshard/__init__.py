@@ -1,1 +1,1 @@
-"""Moving weights between layouts: boxes, the plan, transports and files."""
+"""Moving weights between layouts: boxes, the plan, transports and proof."""

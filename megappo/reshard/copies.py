@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -28,6 +28,13 @@ class Copy(NamedTuple):
     def elements(self) -> int:
         """Number of elements moved."""
         return prod(self.size)
+
+
+def block(offset: Sequence[int], size: Sequence[int]) -> tuple[int | slice, ...]:
+    """Index of a block. An offset that is longer than the size begins with plain indices (of an expert)."""
+    lead = len(offset) - len(size)
+    slices = (slice(begin, begin + extent) for begin, extent in zip(offset[lead:], size, strict=True))
+    return *offset[:lead], *slices
 
 
 def cut(copy: Copy, most: int, first: int | None = None) -> Iterator[Copy]:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from megappo.reshard.copies import Copy
-from megappo.reshard.files import block
+from megappo.reshard.copies import Copy, block
 
 _DEVICE = 6
 """Place of the device index in the arguments of ``rebuild_cuda_tensor``."""

@@ -16,7 +16,7 @@ import torch
 from megappo.models.lora import A, factor_names, is_adapter
 from megappo.models.spec import ModelSpec
 from megappo.reshard.boxes import Box
-from megappo.reshard.files import block
+from megappo.reshard.copies import block
 
 CHUNK_ELEMENTS = 1 << 22
 """Of a weight, that are merged at a time: 32 MiB in float64."""

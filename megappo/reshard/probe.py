@@ -15,7 +15,7 @@ import torch
 
 from megappo.models.spec import ModelSpec
 from megappo.reshard.boxes import Box
-from megappo.reshard.files import block
+from megappo.reshard.copies import block
 
 NOTHING = 0
 """The number of elements that no tensor of the model fills, such as vocabulary padding (which loaders fill with 0)."""

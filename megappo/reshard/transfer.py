@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megappo.reshard.copies import Copy
-from megappo.reshard.files import block
+from megappo.reshard.copies import Copy, block
 from megappo.reshard.messages import Message
 from megappo.reshard.transport import Blocks, Transport, Work
 

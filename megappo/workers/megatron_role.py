@@ -22,7 +22,7 @@ from megappo.models.lora import is_adapter, is_trained
 from megappo.models.process_groups import device, make_process_groups
 from megappo.models.spec import read_model_spec, with_lora
 from megappo.reshard.boxes import Box, megatron_boxes
-from megappo.reshard.files import load_weights
+from megappo.reshard.load_weights import load_weights
 from megappo.reshard.merge import initialise
 from megappo.rewards.reading import make_reader
 from megappo.workers.micro_batch import MicroBatch, make_micro_batches

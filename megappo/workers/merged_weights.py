@@ -15,7 +15,8 @@ import torch
 from megappo.models.lora import is_adapter
 from megappo.models.spec import ModelSpec
 from megappo.reshard.boxes import Box
-from megappo.reshard.files import block, load_weights
+from megappo.reshard.copies import block
+from megappo.reshard.load_weights import load_weights
 from megappo.reshard.merge import Update, merge, updates
 from megappo.workers.offload import pinned
 

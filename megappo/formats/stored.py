@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from megappo.formats.dtypes import Dtype
 from megappo.models.spec import ModelError
-from megappo.reshard.dtypes import Dtype
 
 if TYPE_CHECKING:
     import torch

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megappo.formats.safetensors_files import check_tensors, tensor_files
 from megappo.models.spec import ModelError, ModelSpec
 from megappo.reshard.boxes import Box
-from megappo.reshard.safetensors_files import check_tensors, tensor_files
+from megappo.reshard.copies import block
 
 
 def load_weights(
@@ -52,13 +53,6 @@ def load_weights(
                 if box.name not in fresh:
                     place = params[box.param][block(box.local_offset, box.size)]
                     place.copy_(slices[box.name][block(box.offset, box.size)])
-
-
-def block(offset: Sequence[int], size: Sequence[int]) -> tuple[int | slice, ...]:
-    """Index of a block. An offset that is longer than the size begins with plain indices (of an expert)."""
-    lead = len(offset) - len(size)
-    slices = (slice(begin, begin + extent) for begin, extent in zip(offset[lead:], size, strict=True))
-    return *offset[:lead], *slices
 
 
 def _open(path: Path) -> Any:

@@ -8,9 +8,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from megappo.formats.dtypes import DTYPES, FLOATS, Dtype
+from megappo.formats.stored import Stored
 from megappo.models.spec import ModelError
-from megappo.reshard.dtypes import DTYPES, FLOATS, Dtype
-from megappo.reshard.stored import Stored
 
 IGNORED = ("rotary_emb.inv_freq",)
 """Endings of tensors that old checkpoints hold and nobody needs."""

@@ -18,11 +18,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megappo.formats import pickles
+from megappo.formats.archives import Frame, archive, find_values, frame
+from megappo.formats.dtypes import DTYPES, Dtype
+from megappo.formats.stored import Stored
 from megappo.models.spec import ModelError
-from megappo.reshard import pickles
-from megappo.reshard.archives import Frame, archive, find_values, frame
-from megappo.reshard.dtypes import DTYPES, Dtype
-from megappo.reshard.stored import Stored
 
 
 class Place(NamedTuple):

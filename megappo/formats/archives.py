@@ -14,9 +14,9 @@ from math import prod
 from typing import Any, BinaryIO, NamedTuple
 from zlib import crc32
 
-from megappo.reshard import pickles
-from megappo.reshard.dtypes import FLOATS, Dtype
-from megappo.reshard.stored import strides
+from megappo.formats import pickles
+from megappo.formats.dtypes import FLOATS, Dtype
+from megappo.formats.stored import strides
 
 ALIGNMENT = 64
 """Of each record's content in the archive, as torch has it."""
