@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -9,6 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from test_convert import assert_same_weights, make, problems, run
 
 from megappo.convert import destination, to_megatron
 from megappo.convert.to_hugging_face import ToHuggingFace
+from megappo.formats.archives import find_values
 from megappo.formats.safetensors_files import find_tensors
 from megappo.formats.torch_dist import read_chunks, write_metadata
 from megappo.models.spec import ModelError
@@ -74,6 +77,11 @@ def test_nothing_in_a_pickle_is_run(tmp_path: Path) -> None:
     run(make(tmp_path / "model"), checkpoint := tmp_path / "checkpoint")
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Evil()))
     assert ".metadata: cannot be read" in problems(checkpoint, tmp_path / "back")
+    with zipfile.ZipFile(saved := io.BytesIO(), "w") as tensor:
+        tensor.writestr("archive/data.pkl", pickle.dumps(Evil()))
+        tensor.writestr("archive/data/0", b"\0" * 4)
+    with pytest.raises(pickle.UnpicklingError, match="system in a tensor"):
+        find_values(saved, 0, len(saved.getvalue()), (1,))
     assert not (tmp_path / "ran").exists()
 
 

@@ -112,6 +112,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "kinds of kinds": ({"layer_types": [[1]]}, "layer_types: [[1]] is not a list of names"),
     "rope": ({"rope_scaling": "linear"}, "rope_scaling: 'linear' is not an object"),
     "base of rope": ({"rope_theta": "1e4"}, "rope_theta: '1e4' is not a positive number"),
+    "no base inside": ({"rope_parameters": {"rope_theta": None}}, "rope_theta: None is not a positive number"),
     "base inside": ({"rope_parameters": {"rope_theta": [1]}}, "rope_theta: [1] is not a positive number"),
     "text": ({"hidden_size": "64"}, "hidden_size: '64' is not a positive integer"),
     "fraction": ({"num_hidden_layers": 2.5}, "num_hidden_layers: 2.5 is not a positive integer"),
@@ -162,6 +163,8 @@ def test_harmless_settings_are_accepted(tmp_path: Path) -> None:
         hidden_act="silu",
         quantization_config=None,
         rope_scaling=None,
+        rope_theta=None,
+        head_dim=None,
         attention_dropout=0.0,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -54,7 +55,7 @@ class Part:
         return prod(self.size) * self.chunk.dtype.itemsize
 
 
-class FromCheckpoint:
+class FromCheckpoint(ABC):
     """A conversion of a checkpoint that is known to be possible, and has yet to be done.
 
     Args:
@@ -123,9 +124,9 @@ class FromCheckpoint:
         """What the weights end in."""
         return "language-model" if not self.scalar_head else "score" if self.scores else "value"
 
+    @abstractmethod
     def write(self, destination: Path, processes: int) -> None:
         """Write the result into an empty folder."""
-        raise NotImplementedError
 
     def fill(self, places: Mapping[str, Stored], processes: int) -> None:
         """Copy all that is in the checkpoint to where it belongs."""

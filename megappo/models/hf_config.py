@@ -18,7 +18,6 @@ _REQUIRED = (
     "rms_norm_eps",
 )
 
-
 _MOST_LAYERS = 10_000
 """More is a damaged file, and would fill the memory with names."""
 
@@ -45,11 +44,11 @@ def _mistyped(raw: dict[str, Any]) -> Iterator[str]:
     if isinstance(layers, int) and layers > _MOST_LAYERS:
         yield f"num_hidden_layers: {layers} is more than {_MOST_LAYERS}: the file is damaged"
     rope = raw.get("rope_parameters") or raw.get("rope_scaling")
-    numbers = {"rope_theta": raw.get("rope_theta")}
+    numbers = {} if raw.get("rope_theta") is None else {"rope_theta": raw["rope_theta"]}
     if isinstance(rope, dict):
         numbers |= {key: rope[key] for key in ("rope_theta", *LLAMA3_KEYS) if key in rope}
     for key, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float | None) or (value is not None and value <= 0):
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             yield f"{key}: {value!r} is not a positive number"
 
 
@@ -75,7 +74,7 @@ def experts(raw: dict[str, Any], family: Family) -> tuple[str, ...]:
 def rotary(raw: dict[str, Any]) -> dict[str, Any]:
     """Rotary settings: ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling`` (before)."""
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
+    rope.setdefault("rope_theta", raw.get("rope_theta") or 10000.0)
     rope.setdefault("rope_type", rope.get("type", "default"))
     return rope
 
