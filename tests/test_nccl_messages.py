@@ -10,6 +10,7 @@ import torch
 
 from megappo.reshard import nccl
 from megappo.reshard.copies import Copy
+from megappo.reshard.gloo import host_store
 from megappo.reshard.messages import Message
 from megappo.reshard.transfer import KeptBlocks
 from megappo.reshard.transport import Blocks, TransferError
@@ -17,11 +18,14 @@ from megappo.reshard.transport import Blocks, TransferError
 LIMIT_S = 10.0
 
 
-def transport(pair: Any, direct_bytes: int = 1024) -> nccl.NcclTransport:
-    """Rank 0's, with a played communicator to rank 1."""
-    gloo = SimpleNamespace(timeout_s=LIMIT_S, describe="rank {}".format, rank=0, store=None)
+def transport(
+    pair: Any, direct_bytes: int = 1024, rank: int = 0, limit_s: float = LIMIT_S, store: Any = None
+) -> nccl.NcclTransport:
+    """A rank's, with a played communicator to rank 1, if any."""
+    gloo = SimpleNamespace(timeout_s=limit_s, describe="rank {}".format, rank=rank, store=store)
     made = nccl.NcclTransport(gloo, direct_bytes, torch.device("cpu"))  # type: ignore[arg-type]
-    made._pairs[1] = pair
+    if pair is not None:
+        made._pairs[1] = pair
     return made
 
 
@@ -175,3 +179,34 @@ def test_between_gpus_a_receiver_is_heard_before_its_sender(monkeypatch: pytest.
         assert pair.aborted
         ended[verb] = clock.now
     assert LIMIT_S <= ended["receive"] < 1.01 * LIMIT_S < ended["send"] < 1.1 * LIMIT_S
+
+
+def test_a_peer_that_never_comes_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a communicator is made, which waits without a limit. The meeting point is real."""
+    made: list[tuple[int, int]] = []
+
+    def make(store: Any, rank: int, world: int, options: Any) -> Post:
+        made.append((rank, world))
+        return post
+
+    make.Options = SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", make, raising=False)
+    post, point = Post(), host_store("127.0.0.1", 60)
+    ends = [transport(None, rank=rank, limit_s=limit_s, store=point) for rank, limit_s in ((4, 0.2), (2, 60.0))]
+    for verb, failed in (("receive", "sent nothing"), ("send", "took nothing")):
+        with pytest.raises(TransferError, match=f"^rank 2 {failed} within 0.2 s$"):
+            getattr(ends[0], verb)(Blocks([torch.ones(8)]), 2)
+        assert not made
+    found = Blocks([torch.zeros(8)])
+    ends[1].send(Blocks([torch.ones(8)]), 4).wait()
+    ends[0].receive(found, 2).wait()
+    assert found[0].tolist() == [1] * 8 and made == [(0, 2), (1, 2)]
+
+
+def test_a_meeting_point_that_is_gone_is_named() -> None:
+    point = host_store("127.0.0.1", 60)
+    member = torch.distributed.TCPStore("127.0.0.1", point.port, is_master=False, wait_for_workers=False)
+    end = transport(None, store=member)
+    del point
+    with pytest.raises(TransferError, match="rank 2 sent nothing, and the meeting point of all ranks is gone"):
+        end.receive(Blocks([torch.ones(8)]), 2)

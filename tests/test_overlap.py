@@ -158,7 +158,9 @@ def test_engines_generate_while_others_work(shared: Shared, one_ahead: str) -> N
         trainer.train_step()
         trainer.train_step()
         spans = {(span.place.role, span.method): span for span in shared.cluster.calls.spans}
-    assert spans["rollout", "generate"].began < spans["actor", "score"].ended
+    # The responses of the next step: begun while this one was trained on, and not drawn before nor after.
+    assert spans["actor", "score"].began < spans["rollout", "generate"].ended
+    assert spans["rollout", "generate"].began < spans["actor", "update"].ended
     assert spans["rollout", "generate"].ended < spans["actor", "send_weights"].began
     for metrics in (row["metrics"] for row in read_log(one_ahead)):
         assert metrics["perf/idle_share/serve"] == pytest.approx(1 - metrics["perf/busy_share/serve"])

@@ -79,23 +79,35 @@ class NcclTransport:
         return packing.message(self._buckets.take(packing.nbytes) if packing.nbytes else None)
 
     def _start(self, verb: str, message: _Message, peer: int, lateness: str) -> NcclWork:
-        pair, other = self._pair(peer), int(peer > self._rank)
+        limit_s = self.timeout_s * (SENDERS_WAIT if verb == "send" else 1)
+        pair, other = self._pair(peer, limit_s, lateness), int(peer > self._rank)
         start = getattr(pair, verb)
         pair._start_coalescing()
         for piece in message.pieces:
             start([piece], other, 0)
-        return NcclWork(self, pair, pair._end_coalescing(), lateness, message, unpacks=verb == "recv")
+        return NcclWork(self, pair, pair._end_coalescing(), lateness, message, limit_s, unpacks=verb == "recv")
 
-    def _pair(self, peer: int) -> Any:
+    def _pair(self, peer: int, limit_s: float, lateness: str) -> Any:
         if peer not in self._pairs:
+            low, high = sorted((self._rank, peer))
+            store = dist.PrefixStore(f"megappo-nccl/{low}-{high}", self._store)
+            self._meet(store, peer, limit_s, lateness)
             nccl: Any = dist.ProcessGroupNCCL
             options = nccl.Options()
             # Torch's own watchdog would end the whole process: ours is first, and names the peer.
             options._timeout = timedelta(seconds=2 * self.timeout_s + 60)
-            low, high = sorted((self._rank, peer))
-            store = dist.PrefixStore(f"megappo-nccl/{low}-{high}", self._store)
             self._pairs[peer] = nccl(store, int(self._rank == high), 2, options)
         return self._pairs[peer]
+
+    def _meet(self, store: dist.Store, peer: int, limit_s: float, lateness: str) -> None:
+        """Wait for the other one: NCCL would do so without a limit of ours, where nothing can be aborted yet."""
+        try:
+            store.set(f"here/{self._rank}", "")
+            store.wait([f"here/{peer}"], timedelta(seconds=limit_s))
+        except dist.DistStoreError:
+            raise TransferError(f"{lateness} within {self.timeout_s:g} s") from None
+        except dist.DistNetworkError as error:
+            raise TransferError(f"{lateness}, and the meeting point of all ranks is gone ({error})") from None
 
 
 class _Packing:
@@ -149,11 +161,18 @@ class NcclWork:
     """A message under way."""
 
     def __init__(
-        self, transport: NcclTransport, pair: Any, work: Any, lateness: str, message: _Message, unpacks: bool
+        self,
+        transport: NcclTransport,
+        pair: Any,
+        work: Any,
+        lateness: str,
+        message: _Message,
+        limit_s: float,
+        unpacks: bool,
     ) -> None:
         self.pair = pair
         self._transport, self._work, self._lateness = transport, work, lateness
-        self._message, self._unpacks = message, unpacks
+        self._message, self._limit_s, self._unpacks = message, limit_s, unpacks
 
     def wait(self) -> None:
         """Let the current stream go on after it; see :class:`megappo.reshard.transport.Work`."""
@@ -170,8 +189,7 @@ class NcclWork:
         Raises:
             TransferError: it has not within the limit, from now on.
         """
-        limit_s = self._transport.timeout_s * (1 if self._unpacks else SENDERS_WAIT)
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + self._limit_s
         while not self._work.is_completed():
             if time.monotonic() > deadline:
                 self.pair.abort()
