@@ -108,6 +108,9 @@ def test_trained_split_resumed_and_exported(
     weights.touch()
     with pytest.raises(ModelError, match="made from something else"):
         convert(saved, tmp_path / "again", Options(model=str(tmp_path / "base")), print)
+    save_file({**load_file(weights), "model.norm.weight": torch.full((64,), 1e5)}, weights)
+    with pytest.raises(ModelError, match=r"base: tensor model\.norm\.weight has values of up to 100000"):
+        convert(saved, tmp_path / "half", Options(model=str(tmp_path / "base"), dtype="float16"), print)
     save_file({**load_file(weights), "model.norm.weight": torch.ones(64, dtype=torch.int8)}, weights)
     with pytest.raises(ModelError, match=r"tensor model\.norm\.weight is int8: give 16- or 32-bit floats"):
         convert(saved, tmp_path / "again", Options(model=str(tmp_path / "base")), print)

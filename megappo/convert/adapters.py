@@ -18,6 +18,7 @@ from typing import NamedTuple
 from megappo.convert.companions import Head, copy_companions, fit_config
 from megappo.convert.from_checkpoint import FromCheckpoint
 from megappo.convert.share import shared
+from megappo.formats.casts import OutOfRange, as_bytes, largest_of, overflows
 from megappo.formats.safetensors_files import Form, check_tensors, find_tensors, make_room, no_weights
 from megappo.formats.stored import Stored, row_blocks
 from megappo.models.lora import FILE, Lora, factor_names, is_trained
@@ -107,7 +108,8 @@ class ToMerged(_Adapters):
         places = make_room(destination, self.forms, self.shard_bytes)
         pieces = list(self._pieces())
         sizes = [prod(piece.size) for piece in pieces]
-        shared(partial(_merge_piece, self.base, trained, places, self.lora.scale), pieces, sizes, processes)
+        merge_piece = partial(_merge_piece, self.model_folder, self.base, trained, places, self.lora.scale)
+        shared(merge_piece, pieces, sizes, processes)
         shutil.rmtree(aside)
         copy_companions(self.model_folder, destination)
         fit_config(destination, self.dtype, head=self.head)
@@ -119,6 +121,7 @@ class ToMerged(_Adapters):
 
 
 def _merge_piece(
+    folder: Path,
     base: Mapping[str, Stored],
     trained: Mapping[str, Stored],
     places: Mapping[str, Stored],
@@ -126,12 +129,15 @@ def _merge_piece(
     piece: Piece,
 ) -> None:
     name, offset, size = piece
-    place = places[name]
-    weight = (trained.get(name) or base[name]).read(offset, size).to(place.dtype.torch)
+    place, stored = places[name], trained.get(name) or base[name]
+    before = stored.read(offset, size)
+    weight = before.to(place.dtype.torch, copy=True)
     a, b = (trained.get(factor) for factor in factor_names(name))
     if a is not None and b is not None:
         b_or = b.read((offset[0], 0), (size[0], b.shape[1]))
         merge(weight, a.read((0, 0), a.shape), b_or, scale)
+    if overflows(before, weight):
+        raise OutOfRange(name, place.dtype).refusal(folder, largest_of(as_bytes(before), stored.dtype))
     place.write(offset, weight)
 
 

@@ -16,9 +16,10 @@ from zlib import crc32
 from megappo.convert.companions import Head
 from megappo.convert.share import shared
 from megappo.convert.write_back import start_writing_back
+from megappo.formats.casts import OutOfRange
 from megappo.formats.dtypes import Dtype
 from megappo.formats.safetensors_files import Form
-from megappo.formats.stored import Files, Stored, copy_block, pieces, prepare
+from megappo.formats.stored import Files, Stored, copy_block, largest, pieces, prepare
 from megappo.formats.torch_dist import Chunk, read_chunks
 from megappo.models.parameters import LM_HEAD, Split
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
@@ -129,7 +130,11 @@ class FromCheckpoint(ABC):
         """Write the result into an empty folder."""
 
     def fill(self, places: Mapping[str, Stored], processes: int) -> None:
-        """Copy all that is in the checkpoint to where it belongs."""
+        """Copy all that is in the checkpoint to where it belongs.
+
+        Raises:
+            ModelError: values are beyond the range of the wanted dtype, or not those that were saved.
+        """
         chunks: dict[Chunk, list[Part]] = {}
         for part in self.parts:
             chunks.setdefault(part.chunk, []).append(part)
@@ -141,9 +146,19 @@ class FromCheckpoint(ABC):
             copy = partial(_copy, files, self.folder, places)
             (folder,) = {place.path.parent for place in places.values()}
             often = partial(start_writing_back, folder)
-            damaged = shared(copy, items, sizes, processes, often=often)
+            try:
+                damaged = shared(copy, items, sizes, processes, often=often)
+            except OutOfRange as error:
+                raise error.refusal(self.folder, largest(self._blocks(error.name))) from None
         if problems := sorted(filter(None, damaged)):
             raise ModelError(problems)
+
+    def _blocks(self, name: str) -> Iterator[tuple[Stored, Sequence[int], Sequence[int]]]:
+        """Where the checkpoint has a tensor, with the offset and the size of each block."""
+        for part in self.parts:
+            for box, (_, size), here in part.tensor.overlaps(part.offset, part.size):
+                if box == name:
+                    yield part.within(part.chunk.stored(self.folder)[0]), here, size
 
 
 def _parts(chunk: Chunk, kinds: Mapping[str, Mapping[tuple[int, ...], MegatronTensor]]) -> Iterator[Part]:
@@ -175,7 +190,7 @@ def _copy(files: Files, folder: Path, places: Mapping[str, Stored], parts: Seque
     for part in parts:
         source, row = part.within(stored), 0
         for name, (there, size), here in part.tensor.overlaps(part.offset, part.size):
-            for read, _ in copy_block(files, source, here, places[name], there, size):
+            for read, _ in copy_block(files, source, here, places[name], there, size, name):
                 checksum = crc32(read, checksum)
             row = here[0] + size[0]
             names.append(name)

@@ -16,9 +16,10 @@ from megappo.convert.share import shared
 from megappo.convert.source import COMPANIONS
 from megappo.convert.write_back import start_writing_back
 from megappo.formats.archives import LIMIT
+from megappo.formats.casts import OutOfRange
 from megappo.formats.dtypes import Dtype
 from megappo.formats.safetensors_files import check_tensors, find_tensors, no_weights
-from megappo.formats.stored import Files, Stored, copy_block, prepare, row_blocks
+from megappo.formats.stored import Files, Stored, copy_block, largest, prepare, row_blocks
 from megappo.formats.torch_dist import NOTHING, Chunk, ChunkFile, Place, write_metadata
 from megappo.layout.legality import expert_problems, megatron_model_problems
 from megappo.layout.mesh import Layout, model_chunks
@@ -88,19 +89,27 @@ class ToMegatron:
         self.num_bytes = sum(part.num_bytes for part in self.parts)
 
     def write(self, destination: Path, processes: int) -> None:
-        """Write the checkpoint into an empty folder."""
+        """Write the checkpoint into an empty folder.
+
+        Raises:
+            ModelError: values are beyond the range of the wanted dtype.
+        """
         chunks, objects = self._make_room(destination)
         shapes = stacked_shapes(self.tensors.values())
         prepare({*self.dtypes.values(), *(stored.dtype for stored in self.found.values())})
         with Files() as files:
-            shared(
-                partial(_fill, files, self.found, destination),
-                list(zip(self.parts, chunks, strict=True)),
-                [part.num_bytes for part in self.parts],
-                processes,
-                meanwhile=lambda: write_metadata(destination, shapes, chunks, objects),
-                often=lambda: start_writing_back(destination),
-            )
+            try:
+                shared(
+                    partial(_fill, files, self.found, destination),
+                    list(zip(self.parts, chunks, strict=True)),
+                    [part.num_bytes for part in self.parts],
+                    processes,
+                    meanwhile=lambda: write_metadata(destination, shapes, chunks, objects),
+                    often=lambda: start_writing_back(destination),
+                )
+            except OutOfRange as error:
+                whole = self.found[error.name]
+                raise error.refusal(self.folder, largest([(whole, [0] * len(whole.shape), whole.shape)])) from None
         copy_companions(self.folder, destination / COMPANIONS)
 
     def _parts(self, layout: Layout, bucket_bytes: int) -> Iterator[Part]:
@@ -186,7 +195,7 @@ def _fill(files: Files, found: Mapping[str, Stored], folder: Path, item: tuple[P
     values = Stored(path, begin + len(frame.front), chunk.dtype, part.size)  # without the axes of layers and experts
     checksum = filled = 0
     for name, (there, size), here in part.tensor.overlaps(part.offset, part.size):
-        for _, written in copy_block(files, found[name], there, values, here, size):
+        for _, written in copy_block(files, found[name], there, values, here, size, name):
             checksum = crc32(written, checksum)
             filled += len(written)
     back = frame.back(crc32(bytes(values.num_bytes - filled), checksum))

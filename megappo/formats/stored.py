@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from megappo.formats.casts import as_bytes, converted, largest_of
 from megappo.formats.dtypes import Dtype
 from megappo.models.spec import ModelError
 
@@ -106,13 +107,13 @@ class Stored:
 
         values = torch.empty(tuple(size), dtype=self.dtype.torch)
         with Files() as files:
-            self.read_into(files, offset, size, _bytes(values))
+            self.read_into(files, offset, size, as_bytes(values))
         return values
 
     def write(self, offset: Sequence[int], values: torch.Tensor) -> None:
         """Write one block, in this tensor's dtype; the file must be there."""
         with Files() as files:
-            self.write_from(files, offset, values.shape, _bytes(values.to(self.dtype.torch).contiguous()))
+            self.write_from(files, offset, values.shape, as_bytes(values.to(self.dtype.torch).contiguous()))
 
     def read_into(self, files: Files, offset: Sequence[int], size: Sequence[int], buffer: memoryview) -> None:
         """Fill a buffer, of just their length, with the bytes of one block; no other byte of the file is read.
@@ -169,34 +170,39 @@ def copy_block(
     target: Stored,
     target_offset: Sequence[int],
     size: Sequence[int],
+    name: str,
 ) -> Iterator[tuple[memoryview, memoryview]]:
-    """Copy a block from one file into another, converted to the target's dtype.
+    """Copy a block of a tensor from one file into another, converted to the target's dtype.
+
+    Args:
+        name: of the tensor.
 
     Yields:
         Each piece, in their order: its bytes as they were read, and as they were written.
+
+    Raises:
+        OutOfRange: a value is too large for the target's dtype.
     """
     for begin, extent, read in pieces(files, source, source_offset, size, target.dtype.itemsize):
-        written = read if source.dtype == target.dtype else _converted(read, source.dtype, target.dtype)
+        written = read if source.dtype == target.dtype else converted(read, source.dtype, target.dtype, name)
         target.write_from(files, moved(target_offset, begin), extent, written)
         yield read, written
+
+
+def largest(blocks: Iterable[tuple[Stored, Sequence[int], Sequence[int]]]) -> float:
+    """The largest absolute value of blocks, each with its offset and size, but for infinities and NaN."""
+    with Files() as files:
+        return max(
+            largest_of(values, stored.dtype)
+            for stored, offset, size in blocks
+            for *_, values in pieces(files, stored, offset, size)
+        )
 
 
 def prepare(dtypes: set[Dtype]) -> None:
     """Import what conversions between several dtypes need: before processes start, which then share it."""
     if len(dtypes) > 1:
         import torch  # noqa: F401
-
-
-def _converted(values: memoryview, dtype: Dtype, wanted: Dtype) -> memoryview:
-    import torch
-
-    return _bytes(torch.frombuffer(values, dtype=dtype.torch).to(wanted.torch))
-
-
-def _bytes(values: torch.Tensor) -> memoryview:
-    import torch
-
-    return memoryview(values.view(-1).view(torch.uint8).numpy().data)
 
 
 def moved(offset: Sequence[int], by: Sequence[int]) -> list[int]:
