@@ -29,7 +29,9 @@ def _truncate(path: Path) -> None:
 
 def _index(folder: Path, shards: Sequence[str]) -> None:
     (folder / "model.safetensors").rename(folder / "a.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {s: s for s in shards}}))
+    names = read_model_spec(folder).hf_shapes()
+    files = {name: shards[number % len(shards)] for number, name in enumerate(names)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
 
 
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -53,15 +55,18 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "truncated weights": (
         lambda at: _truncate(at / "model/model.safetensors"),
-        "model: FOLDER/model/model.safetensors: is truncated or no safetensors file: write or download it again",
+        "model: FOLDER/model/model.safetensors: cannot be read as safetensors (494590 bytes instead of 494600): "
+        "copy it again",
     ),
     "weights that are a text": (
         lambda at: (at / "model/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1"),
-        "model: FOLDER/model/model.safetensors: is truncated or no safetensors file: write or download it again",
+        "model: FOLDER/model/model.safetensors: cannot be read as safetensors (a pointer of Git LFS: git lfs "
+        "pull): copy it again",
     ),
     "missing shards": (
         lambda at: _index(at / "model", ["a.safetensors", "b.safetensors", "c.safetensors"]),
-        "model: FOLDER/model: lacks 2 of 3 weight shards, b.safetensors and 1 more: add them",
+        "model: FOLDER/model/model.safetensors.index.json: names 3 files, of which b.safetensors and 1 more are not "
+        "there: add them",
     ),
     "weights of another depth": (
         lambda at: (at / "model/config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": 5})),
@@ -120,6 +125,19 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_bad_file(project: Project, spoil: Callable[[Path], object], message: str) -> None:
     spoil(project.folder)
     assert project.report().errors == (message.replace("FOLDER", str(project.folder)),)
+
+
+def test_weights_in_several_forms(project: Project) -> None:
+    """Which transformers and vLLM read from different files are an error; pickles that nobody reads are a warning."""
+    folder = project.folder / "model"
+    (folder / "pytorch_model.bin").touch()
+    (warning,) = project.report().warnings
+    assert warning.startswith(f"model: {folder}: pytorch_model.bin is not read, since there are safetensors: remove it")
+    assert project.report().errors == ()
+    (folder / "a.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "a.safetensors"}}')
+    (error,) = project.report().errors
+    assert error.startswith(f"model: {folder}: has model.safetensors, which transformers reads, and model.safetensors.")
 
 
 def test_good_variants(project: Project) -> None:

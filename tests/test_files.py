@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import make_model
 
-from megappo.formats.safetensors_files import find_tensors, no_weights, tensor_files
+from megappo.check.model_files import weight_problems
+from megappo.formats.safetensors_files import find_tensors, no_weights, set_aside, tensor_files
 from megappo.layout.mesh import Layout
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
 from megappo.reshard.boxes import Box, megatron_boxes
@@ -147,6 +149,37 @@ def test_several_files_load_as_one(folder: Path) -> None:
     assert all(torch.equal(param, expected[name]) for name, param in load(folder).items())
 
 
+def test_several_forms_of_the_weights_in_one_folder(folder: Path) -> None:
+    """transformers takes the single file, vLLM what the index names; both take safetensors before pickles."""
+    whole, expected = (folder / SINGLE).read_bytes(), load(folder)
+    assert set_aside(folder) == []
+    (folder / "pytorch_model.bin").touch()
+    shutil.copy(folder / SINGLE, folder / "model.fp16.safetensors")
+    assert set_aside(folder) == [
+        f"{folder}: pytorch_model.bin is not read, since there are safetensors: remove it if it is not the same",
+        f"{folder}: model.fp16.safetensors is not read beside model.safetensors, but vLLM would read both: remove one "
+        "of them",
+    ]
+    assert all(torch.equal(param, expected[name]) for name, param in load(folder).items())
+    (folder / "model.fp16.safetensors").unlink()
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(load_file(folder / SINGLE), SINGLE)}))
+    assert set_aside(folder) == [
+        f"{folder}: pytorch_model.bin is not read, since there are safetensors: remove it if it is not the same"
+    ]
+    assert all(torch.equal(param, expected[name]) for name, param in load(folder).items())  # both say the same
+    shard(folder)
+    (folder / SINGLE).write_bytes(whole)
+    both = (
+        f"{folder}: has model.safetensors, which transformers reads, and model.safetensors.index.json of other files, "
+        "which vLLM reads: remove the one that is not meant"
+    )
+    assert problems(folder) == [both]  # of who loads weights,
+    with pytest.raises(ModelError) as caught:
+        find_tensors(folder)  # of who converts,
+    assert str(caught.value) == both
+    assert list(weight_problems(folder, {})) == [both]  # and of who checks
+
+
 def test_an_index_that_does_not_fit_its_files(folder: Path) -> None:
     shard(folder)
     one, two = (folder / f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
@@ -156,7 +189,8 @@ def test_an_index_that_does_not_fit_its_files(folder: Path) -> None:
     assert problems(folder) == [f"{two}: lacks tensor model.embed_tokens.weight, which the index places there"]
     one.unlink()
     two.unlink()
-    assert problems(folder) == [f"{folder / INDEX}: names {path}, which does not exist" for path in (one, two)]
+    there = f"names 2 files, of which {one.name} and 1 more are not there: add them"
+    assert problems(folder) == [f"{folder / INDEX}: {there}"]
 
 
 def test_files_that_cannot_be_read(folder: Path) -> None:
@@ -166,8 +200,20 @@ def test_files_that_cannot_be_read(folder: Path) -> None:
     assert problem.startswith(f"{folder / SINGLE}: cannot be read as safetensors (")
     (folder / SINGLE).unlink()
     assert problems(folder) == [
-        f"{folder}: has neither model.safetensors nor model.safetensors.index.json: add the weights"
+        f"{folder}: has no weights: add model.safetensors, or model.safetensors.index.json and its shards"
     ]
+    (folder / "model-00001-of-00002.safetensors").write_bytes(whole)
+    assert problems(folder) == [
+        f"{folder}: has model-00001-of-00002.safetensors, but neither model.safetensors nor "
+        "model.safetensors.index.json: add the one that is missing"
+    ]
+    (folder / "pytorch_model.bin").write_bytes(whole)
+    assert problems(folder) == [
+        f"{folder}: holds its weights in pickles (pytorch_model.bin): save them as safetensors (save_pretrained does)"
+    ]
+    (folder / SINGLE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    (problem,) = problems(folder)
+    assert "a pointer of Git LFS: git lfs pull" in problem
     (folder / INDEX).write_text("{}")
     (problem,) = problems(folder)
     assert problem.startswith(f"{folder / INDEX}: is no index of safetensors files")

@@ -6,6 +6,9 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from megappo.formats.safetensors_files import find_tensors
+from megappo.models.spec import ModelError
+
 VOCABULARIES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
 
@@ -32,12 +35,9 @@ def has_chat_template(folder: Path) -> bool:
 def weight_problems(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     """Whether a folder's safetensors files are whole and hold tensors of these names and shapes."""
     try:
-        files = _weight_files(folder)
-        tensors: dict[str, tuple[int, ...]] = {}
-        for path in files:
-            tensors.update(_safetensors_shapes(path))
-    except ValueError as error:
-        yield str(error)
+        tensors = {name: stored.shape for name, stored in find_tensors(folder).items()}
+    except ModelError as error:
+        yield from error.problems
         return
     missing = [name for name in shapes if name not in tensors]
     if missing == ["score.weight"]:
@@ -54,41 +54,6 @@ def weight_problems(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iter
                 "give the config.json that the weights belong to"
             )
             return  # one wrong size shows in every layer
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        raise ValueError(
-            f"{folder}: has no weights: add model.safetensors, or model.safetensors.index.json and its shards"
-        )
-    try:
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        raise ValueError(f"{index}: is no index of safetensors shards: write or download it again") from None
-    missing = [shard for shard in shards if not (folder / shard).is_file()]
-    if missing:
-        raise ValueError(f"{folder}: lacks {len(missing)} of {len(shards)} weight shards, {_first(missing)}: add them")
-    return [folder / shard for shard in shards]
-
-
-def _safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes from a header: 8 bytes of length, JSON, then exactly the bytes that the JSON accounts for."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            size = path.stat().st_size
-            if 8 + length > size:
-                raise ValueError
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        if size != 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0):
-            raise ValueError
-        return {name: tuple(entry["shape"]) for name, entry in header.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        raise ValueError(f"{path}: is truncated or no safetensors file: write or download it again") from None
 
 
 def _first(names: list[str]) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megappo.check.findings import Absent, on_files, under
+from megappo.check.findings import Absent, Advice, on_files, under
 from megappo.check.model_files import tokenizer_problems, weight_problems
 from megappo.config import Config
+from megappo.formats.safetensors_files import set_aside
 from megappo.models.end_of_text import NAMED_IN, end_of_text_ids
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
 
@@ -40,6 +41,7 @@ def model_findings(config: Config, specs: dict[str, ModelSpec]) -> Iterator[str]
             if name == "critic":
                 shapes.pop("lm_head.weight", None)  # a value head takes its place
             yield from on_files(under(label, weight_problems(Path(folder), shapes)))
+            yield from map(Advice, under(label, set_aside(folder)))
             if name in ("actor", "reward"):
                 yield from on_files(under(label, tokenizer_problems(Path(folder))))
     actor = specs.get(config.model_folder("actor"))

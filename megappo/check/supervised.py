@@ -13,6 +13,7 @@ from megappo.check.model_files import has_chat_template, tokenizer_problems, wei
 from megappo.check.prompt_files import PromptFile, read_columns
 from megappo.check.run_folder import checkpoint_steps, differences, place_findings
 from megappo.config import ConfigError, RunConfig, SupervisedConfig, Task, load_supervised
+from megappo.formats.safetensors_files import set_aside
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
 
 COLUMNS: dict[Task, tuple[str, ...]] = {
@@ -69,6 +70,7 @@ def _model_findings(config: SupervisedConfig, task: Task, spec: ModelSpec) -> It
     if task == "reward-train":
         shapes.pop("lm_head.weight", None)  # a scalar head takes its place
     yield from under("model", weight_problems(folder, shapes))
+    yield from map(Advice, under("model", set_aside(folder)))
     yield from under("model", tokenizer_problems(folder))
     needed = config.data.max_tokens * (2 if task == "reward-train" else 1)
     if config.role.micro_batch_tokens < needed:

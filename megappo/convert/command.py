@@ -16,6 +16,7 @@ from megappo.convert.source import Source, find_source, has_adapters
 from megappo.convert.to_hugging_face import ToHuggingFace
 from megappo.convert.to_megatron import ToMegatron
 from megappo.formats.dtypes import DTYPES
+from megappo.formats.safetensors_files import set_aside
 from megappo.layout.mesh import Layout
 from megappo.models.spec import ModelError
 
@@ -91,6 +92,8 @@ def _write(found: Source, folder: Path, options: Options, record: dict[str, Any]
     bucket_bytes = options.bucket_mb * 2**20
     work: ToMegatron | FromCheckpoint
     if found.format == "hf":
+        for remark in set_aside(found.folder):
+            say(f"warning: {remark}")
         work = ToMegatron(found.folder, dtype, _layout(options), bucket_bytes)
     else:
         shard_bytes = int(options.shard_gb * 1e9)

@@ -19,6 +19,7 @@ IGNORED = ("rotary_emb.inv_freq",)
 HEADER_BYTES = 100_000_000
 """Limit of a header, as in the safetensors library."""
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 Form = tuple[Dtype, tuple[int, ...]]
 """What a tensor is without its values."""
@@ -33,18 +34,51 @@ def tensor_files(folder: str | Path) -> dict[str, Path]:
         ModelError: no safetensors files, one that cannot be read, or an index that does not fit them.
     """
     folder = Path(folder)
-    index, single = folder / INDEX, folder / "model.safetensors"
-    if index.is_file():
-        try:
-            files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError([f"{index}: is no index of safetensors files ({error!r})"]) from None
-        if absent := sorted({str(path) for path in files.values() if not path.is_file()}):
-            raise ModelError([f"{index}: names {path}, which does not exist" for path in absent])
-        return files
-    if not single.is_file():
-        raise ModelError([f"{folder}: has neither model.safetensors nor model.safetensors.index.json: add the weights"])
-    return dict.fromkeys(_read_header(single), single)
+    index, single = folder / INDEX, folder / SINGLE
+    if not index.is_file():
+        if not single.is_file():
+            raise ModelError([_no_weights_at_all(folder)])
+        return dict.fromkeys(_read_header(single), single)
+    try:
+        files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError([f"{index}: is no index of safetensors files ({error!r}): copy it again"]) from None
+    named = sorted(set(files.values()))
+    if single.is_file() and named != [single]:
+        raise ModelError(
+            [
+                f"{folder}: has {SINGLE}, which transformers reads, and {INDEX} of other files, which vLLM reads: "
+                "remove the one that is not meant"
+            ]
+        )
+    if absent := [path.name for path in named if not path.is_file()]:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise ModelError([f"{index}: names {len(named)} files, of which {absent[0]}{more} are not there: add them"])
+    return files
+
+
+def _no_weights_at_all(folder: Path) -> str:
+    if pickles := _pickles(folder):
+        return f"{folder}: holds its weights in pickles ({pickles[0]}): save them as safetensors (save_pretrained does)"
+    if shards := sorted(path.name for path in folder.glob("*.safetensors")):
+        return f"{folder}: has {shards[0]}, but neither {SINGLE} nor {INDEX}: add the one that is missing"
+    return f"{folder}: has no weights: add {SINGLE}, or {INDEX} and its shards"
+
+
+def _pickles(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+
+
+def set_aside(folder: str | Path) -> list[str]:
+    """What is beside the weights that are read and could be taken for them, in words: other forms, other files."""
+    folder, out = Path(folder), []
+    single, indexed = (folder / SINGLE).is_file(), (folder / INDEX).is_file()
+    if (single or indexed) and (pickles := _pickles(folder)):
+        out.append(f"{folder}: {pickles[0]} is not read, since there are safetensors: remove it if it is not the same")
+    others = sorted(path.name for path in folder.glob("*.safetensors") if path.name != SINGLE)
+    if single and others and not indexed:
+        out.append(f"{folder}: {others[0]} is not read beside {SINGLE}, but vLLM would read both: remove one of them")
+    return out
 
 
 def find_tensors(folder: str | Path) -> dict[str, Stored]:
@@ -93,7 +127,7 @@ def no_weights(folder: str | Path, tensors: Mapping[str, Stored]) -> list[str]:
 
 
 def make_room(
-    folder: Path, tensors: Mapping[str, Form], shard_bytes: float, *, single: str = "model.safetensors"
+    folder: Path, tensors: Mapping[str, Form], shard_bytes: float, *, single: str = SINGLE
 ) -> dict[str, Stored]:
     """Write the headers (and the index, where there are several files) of a folder that will hold these tensors.
 
@@ -139,7 +173,10 @@ def _read_header(path: Path) -> dict[str, Stored]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            if start == b"version ":
+                raise ValueError("a pointer of Git LFS: git lfs pull")
             if length > min(size - 8, HEADER_BYTES):
                 raise ValueError(f"header of {length} bytes")
             header = json.loads(file.read(length))
@@ -152,7 +189,8 @@ def _read_header(path: Path) -> dict[str, Stored]:
             raise ValueError(f"{size} bytes instead of {8 + length + begin}")
         return {name: out[name] for name in entries}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError([f"{path}: cannot be read as safetensors ({error!r}): copy it again"]) from None
+        why = error if isinstance(error, OSError | ValueError) else repr(error)
+        raise ModelError([f"{path}: cannot be read as safetensors ({why}): copy it again"]) from None
 
 
 def _stored(path: Path, values: int, expected: int, name: str, entry: Mapping[str, Any]) -> Stored:
