@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +18,12 @@ from megappo.data.published import INSTRUCTIONS
 from megappo.doctor.command import add_doctor
 from megappo.launch.command import add_launch
 from megappo.stack import check_driver
-from megappo.stop_request import STOPPED
+from megappo.stop_request import STOPPED, ended_by_sigterm
 
 BAD_INPUT = 2
 """Exit status where the user's input is at fault, as argparse has it; each error is on standard error."""
+
+RESUMES = "the same command goes on from the last checkpoint, or from the beginning where there is none yet"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if late:  # argparse does not see that overrides may come after an option too
         options.overrides = [*options.overrides, *late]
     try:
-        return options.run(options)
+        with ended_by_sigterm():
+            return options.run(options)
     except BrokenPipeError:  # the reader of our output, head for instance, has had enough
         sys.stderr.close()
         return 141
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_report(Report(errors=getattr(error, "problems", (str(error),))))
         return BAD_INPUT if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
-        print("interrupted; a training run resumes from its last checkpoint by the same command", file=sys.stderr)
+        print(f"interrupted: {options.interrupted.format(**vars(options))}", file=sys.stderr)
         return 130
 
 
@@ -196,11 +198,7 @@ def _convert(options: argparse.Namespace) -> int:
     gc.freeze()  # what torch has imported: taking it apart at the end would cost seconds
     chosen = {name: value for name, value in vars(options).items() if name in Options.__dataclass_fields__}
     source = str(_folder_here(options.source, with_checkpoint=True))
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is half made goes, as on Ctrl-C
-    try:
-        convert(source, options.destination, Options(**chosen), print)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    convert(source, options.destination, Options(**chosen), print)
     return 0
 
 
@@ -268,6 +266,8 @@ def _add_task(command: argparse.ArgumentParser) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megappo", description="PPO for language models on Megatron-core and vLLM.")
     parser.add_argument("--version", action="version", version=f"megappo {__version__}")
+    # Told upon Ctrl-C or SIGTERM: what is left, and how to go on.
+    parser.set_defaults(interrupted="the same command begins again")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     for name, run, text in (
@@ -281,6 +281,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.set_defaults(run=run)
 
+    commands.choices["train"].set_defaults(interrupted=RESUMES)
     _add_task(commands.choices["check"])
     for task, text in (
         ("reward-train", "train a reward model on pairs of responses (Bradley-Terry)"),
@@ -289,7 +290,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(task, help=text, description=f"{text}; resumes by itself as train does")
         command.add_argument("config", metavar="CONFIG", help="YAML file")
         command.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="for instance role.tp=2")
-        command.set_defaults(run=_train_on_examples, task=task)
+        command.set_defaults(run=_train_on_examples, task=task, interrupted=RESUMES)
 
     text = "score given responses: rewards, log-probabilities, and how often they beat others"
     command = commands.add_parser("score", help=text, description=text)
@@ -300,7 +301,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--column", default="response", metavar="C", help="column of the responses")
     command.add_argument("--against", metavar="FILE", help="other responses to the same prompts, to be beaten")
     command.add_argument("--against-column", metavar="C", help="column of those (alone: another one of DATA)")
-    command.set_defaults(run=_score)
+    command.set_defaults(run=_score, interrupted="{out} was not written; the same command begins again")
 
     text = "memory, transfers and time of a step, predicted; or the layouts that would be best"
     command = commands.add_parser("plan", help=text, description=text)
@@ -344,7 +345,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--models", default="runs/bench", metavar="DIR", help="where models are made and kept")
     command.add_argument("--out", metavar="FILE", help="JSON file to add the table to")
     command.add_argument("--no-optimizer", action="store_true", help="training: an update ends with the gradients")
-    command.set_defaults(run=_bench)
+    text = "what was measured so far is above; models stay in {models}, and the same command begins again"
+    command.set_defaults(run=_bench, interrupted=text)
 
     text = "convert a Hugging Face folder to a Megatron checkpoint, or a checkpoint or run to a Hugging Face folder"
     command = commands.add_parser("convert", help=text, description=text)
@@ -367,7 +369,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--processes", type=int, default=0, metavar="N", help="default: one a core, at most 8")
     command.add_argument("--overwrite", action="store_true", help="replace DST if it is there")
     command.add_argument("--verify", action="store_true", help="compare both sides: weights, and outputs if small")
-    command.set_defaults(run=_convert)
+    text = "{destination} is whole or as it was before; the same command begins again, or finds nothing to do"
+    command.set_defaults(run=_convert, interrupted=text)
 
     text = "make or convert prompt files"
     kinds = commands.add_parser("data", help=text, description=text).add_subparsers(metavar="KIND", required=True)

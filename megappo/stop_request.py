@@ -1,4 +1,4 @@
-"""A request to stop after the current step, with a checkpoint: SIGUSR1, which schedulers send before a time limit."""
+"""Signals that ask for an end: SIGUSR1 for one after the current step, with a checkpoint; SIGTERM for one at once."""
 
 from __future__ import annotations
 
@@ -38,3 +38,16 @@ def stop_request() -> Iterator[StopRequest]:
         yield request
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM is as Ctrl-C while in here, so that nothing half made stays (in the main thread, as above)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -112,6 +113,38 @@ def test_command_shows_our_own_errors_without_a_traceback(
     raising(KeyError("a fault of the program"))
     with pytest.raises(KeyError):
         main(["train", "config.yaml"])
+
+
+TRAINING = "the same command goes on from the last checkpoint, or from the beginning where there is none yet"
+INTERRUPTED = {
+    "check c": "the same command begins again",
+    "plan c": "the same command begins again",
+    "train c": TRAINING,
+    "sft c": TRAINING,
+    "reward-train c": TRAINING,
+    "score c data.parquet out.parquet": "out.parquet was not written; the same command begins again",
+    "launch slurm c --submit": "if it was to be submitted, squeue --me says whether it was",
+    "convert model dst": "dst is whole or as it was before; the same command begins again, or finds nothing to do",
+}
+
+
+@pytest.mark.parametrize("line", INTERRUPTED)
+def test_an_interrupted_command_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    """Be it by Ctrl-C or by SIGTERM."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(1)
+
+    for name in ("cli.check_file", "cli.check_supervised_file", "launch.command.check_file", "convert.command.convert"):
+        monkeypatch.setattr(f"megappo.{name}", interrupted)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        assert main(line.split()) == 130
+        assert capsys.readouterr().err == f"interrupted: {INTERRUPTED[line]}\n"
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
 def test_command_config_and_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,6 +117,25 @@ def test_what_a_kill_while_replacing_left(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "model"]
 
 
+def test_an_interruption_while_replacing_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, target = make(tmp_path / "model"), tmp_path / "checkpoint"
+    run(folder, target)
+    rename = Path.rename
+
+    def interrupt(path: Path, to: Path) -> Path:
+        if path.name == "checkpoint.partial":
+            raise KeyboardInterrupt
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, target, tp=2, overwrite=True)
+    assert "nothing to do" in run(folder, target)[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "model"]
+
+
 def test_all_that_the_result_depends_on_makes_it_another(tmp_path: Path) -> None:
     folder, target = make(tmp_path / "model"), tmp_path / "checkpoint"
     (folder / "additional_chat_templates").mkdir()

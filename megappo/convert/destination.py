@@ -126,6 +126,8 @@ def writing(folder: Path, record: Mapping[str, Any]) -> Iterator[Path]:
                 folder.rename(replaced)
             partial.rename(folder)
         except BaseException:
+            if replaced.is_dir() and not folder.exists():  # interrupted between the two
+                replaced.rename(folder)
             if _is_at(lock, partial / LOCK):
                 _remove_all_but_lock(partial)
                 (partial / LOCK).unlink()

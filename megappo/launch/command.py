@@ -24,6 +24,7 @@ def add_launch(commands: Any) -> None:
     command = kinds.add_parser("slurm", help=text, description=text)
     _common(command, _slurm)
     command.add_argument("--submit", action="store_true", help="submit it with sbatch")
+    command.set_defaults(interrupted="if it was to be submitted, squeue --me says whether it was")
     command.add_argument(
         "--devices-per-node", type=_positive, metavar="N", help="default: by the partition's nodes and the pools"
     )
