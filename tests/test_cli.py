@@ -128,23 +128,21 @@ INTERRUPTED = {
 }
 
 
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("line", INTERRUPTED)
 def test_an_interrupted_command_says_how_to_go_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, asked: signal.Signals
 ) -> None:
-    """Be it by Ctrl-C or by SIGTERM."""
-
     def interrupted(*_: object, **__: object) -> None:
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), asked)
         time.sleep(1)
 
     for name in ("cli.check_file", "cli.check_supervised_file", "launch.command.check_file", "convert.command.convert"):
         monkeypatch.setattr(f"megappo.{name}", interrupted)
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    for number in (signal.SIGINT, signal.SIGTERM):
-        assert main(line.split()) == 130
-        assert capsys.readouterr().err == f"interrupted: {INTERRUPTED[line]}\n"
-    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = signal.getsignal(asked)
+    assert main(line.split()) == 130
+    assert capsys.readouterr().err == f"interrupted: {INTERRUPTED[line]}\n"
+    assert signal.getsignal(asked) == before
 
 
 def test_command_config_and_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,9 +117,7 @@ def test_what_a_kill_while_replacing_left(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "model"]
 
 
-def test_an_interruption_while_replacing_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_while_replacing_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, target = make(tmp_path / "model"), tmp_path / "checkpoint"
     run(folder, target)
     rename = Path.rename
