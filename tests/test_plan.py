@@ -16,14 +16,14 @@ from random_layouts import synced, trained
 from megappo.layout.mesh import Layout
 from megappo.models.spec import ModelSpec
 from megappo.reshard.actor_to_rollout import TransferSpec
-from megappo.reshard.agreement import disagreement
+from megappo.reshard.agreement import Fingerprint, disagreement, fingerprint
 from megappo.reshard.boxes import Box, Shard, file_boxes, megatron_boxes, vllm_boxes
 from megappo.reshard.copies import Copy, block
 from megappo.reshard.explain import LINKS, Speeds, explain
 from megappo.reshard.intersections import PlanError
 from megappo.reshard.messages import make_messages
-from megappo.reshard.plan import make_plan, plan_copies, plan_hash
-from megappo.reshard.routes import DEVICE, NETWORK, NODE, distance, place
+from megappo.reshard.plan import plan_copies
+from megappo.reshard.routes import DEVICE, NETWORK, NODE, Places, distance, place
 
 Arrays = dict[tuple[int, str], np.ndarray]  # by rank and local parameter
 
@@ -48,6 +48,18 @@ def sides(sync: TransferSpec) -> tuple[list[Box], list[Box]]:
         )
     ]
     return sources, wanted
+
+
+def make_plan(sources: Iterable[Box], destinations: Iterable[Box], places: Places = ()) -> tuple[Copy, ...]:
+    """Between any two lists of boxes, each rank a shard of its own."""
+
+    def shards(boxes: Iterable[Box]) -> list[Shard]:
+        held: dict[int, list[Box]] = defaultdict(list)
+        for each in boxes:
+            held[each.rank].append(each)
+        return [Shard((rank,), own) for rank, own in held.items()]
+
+    return tuple(plan_copies(shards(sources), shards(destinations), places))
 
 
 def a_sync(**changes: object) -> tuple[ModelSpec, Layout, int]:
@@ -309,15 +321,19 @@ def test_a_lost_rank_is_noticed() -> None:
             make_plan([box for box in sources if box.rank != lost], wanted)
 
 
-def test_hash_is_the_same_everywhere_and_tells_plans_apart() -> None:
+def test_fingerprint_is_the_same_everywhere_and_tells_plans_apart() -> None:
     spec, layout, tp = a_sync()
-    transfer = TransferSpec(spec, layout, 1, tp, fused_norms=False)
-    plan = transfer.plan()
-    assert plan_hash(plan) == plan_hash(transfer.plan())
-    assert plan_hash(plan) == "425f772b9f6911db"  # a fixed value: other machines and Pythons must agree
-    assert plan_hash(plan) != plan_hash(plan[::-1])
-    assert plan_hash(plan) != plan_hash(TransferSpec(spec, Layout(2, 2), 2, tp, fused_norms=False).plan())
-    assert plan_hash(plan) != plan_hash(TransferSpec(spec, Layout(2, 2), 1, tp, fused_norms=True).plan())
+
+    def mark(layout: Layout, engines: int, fused_norms: bool = False) -> Fingerprint:
+        transfer = TransferSpec(spec, layout, engines, tp, fused_norms=fused_norms)
+        return fingerprint("inputs", 0, transfer.part(0))
+
+    own = mark(layout, 1)
+    assert (own.sent, own.received) == (76285613094031925, 0)  # fixed: other machines and Pythons must agree
+    assert own == fingerprint("inputs", 0, TransferSpec(spec, layout, 1, tp, fused_norms=False).part(0)[::-1])
+    others = [mark(Layout(2, 2), 2), mark(Layout(2, 2), 1, fused_norms=True), mark(Layout(2, 1, 2), 1)]
+    assert len({own.sent, *(other.sent for other in others)}) == 4
+    assert fingerprint("others", 0, ()).inputs != fingerprint("inputs", 0, ()).inputs
 
 
 def test_transfer_numbers_ranks_actor_first() -> None:

@@ -10,8 +10,8 @@ import json
 import os
 from collections.abc import Mapping
 
+from megappo.cluster.node_names import PIN_POOLS
 from megappo.cluster.pools import FORWARDED
-from megappo.launch.nodes import PIN_POOLS
 
 NAMES = ("PYTHONPATH", "OMP_NUM_THREADS", PIN_POOLS)
 TRACKERS = ("WANDB_", "MLFLOW_")

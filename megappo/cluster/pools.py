@@ -13,8 +13,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megappo.cluster.node_names import PIN_POOLS, pool_resource
 from megappo.config import Devices, PoolConfig
-from megappo.launch.nodes import PIN_POOLS, pool_resource
 
 
 class PoolError(RuntimeError):

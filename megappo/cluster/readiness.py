@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from megappo.launch.nodes import node_resource
+from megappo.cluster.node_names import node_resource
 
 
 def late_nodes(wanted: Sequence[str], alive: Callable[[], Sequence[str]], timeout_s: float) -> list[str]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
+from megappo.cluster.node_names import PIN_POOLS, pool_resource
 from megappo.config import Config, dump_config
 from megappo.config.run import is_url
-from megappo.launch.nodes import PIN_POOLS, pool_resource
 from megappo.launch.problems import LaunchError
 
 RAY_VERSION = "2.60.0"

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megappo.cluster.node_names import PIN_POOLS
 from megappo.config import Config, dump_config
-from megappo.launch.nodes import PIN_POOLS
 from megappo.launch.partitions import Partition, duration_s
 from megappo.launch.problems import LaunchError
 from megappo.layout.placement import place_pools

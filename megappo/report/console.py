@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from megappo.report.figures import main_scores
 from megappo.report.roles import RoleRow
 
-BOLD, DIM, RED, YELLOW, GREEN = "1", "2", "1;31", "33", "32"
+BOLD, DIM, YELLOW, GREEN = "1", "2", "33", "32"
 RECENT_STEPS = 20  # the time left is estimated from these
 
 # (label, metric names of which the first present is shown, format). A missing metric leaves its place blank.
@@ -115,10 +115,6 @@ class Console:
     def warn(self, text: str) -> None:
         self._print(self._paint(f"WARNING: {text}", YELLOW))
 
-    def fail(self, text: str) -> None:
-        """A failure, between blank lines, so that it stands out in a long log."""
-        self._print("\n" + self._paint(f"FAILED: {text}", RED) + "\n")
-
     def finish(self, text: str = "") -> None:
         """The last lines: the time taken, validation before and after, and whatever else the caller says."""
         self._print(self._paint(f"finished in {duration(self._clock() - self._started)}", BOLD))
@@ -168,8 +164,4 @@ def _train_time(metrics: Mapping[str, float], whole: float) -> float:
 
 
 def _is_phase(name: str) -> bool:
-    return name.startswith("timing_s/") and name not in (
-        "timing_s/step",
-        "timing_s/testing",
-        "timing_s/save_checkpoint",
-    )
+    return name.startswith("timing_s/") and name not in NOT_PHASES

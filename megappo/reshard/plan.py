@@ -6,18 +6,12 @@ is cut, and on how many ranks the block's own holders serve, not on how large th
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from megappo.reshard.boxes import Box, Shard
 from megappo.reshard.copies import Copy
 from megappo.reshard.intersections import Side, intersections
 from megappo.reshard.routes import Places, Route, make_route
-
-
-def make_plan(sources: Iterable[Box], destinations: Iterable[Box], places: Places = ()) -> tuple[Copy, ...]:
-    """Plan between any two lists of boxes; see :func:`plan_copies`, which takes shards and costs far less."""
-    return tuple(plan_copies(_by_rank(sources), _by_rank(destinations), places))
 
 
 def plan_copies(
@@ -68,24 +62,8 @@ def plan_copies(
                     yield Copy(from_, *block, to, *taken[into], size, name, wave)
 
 
-def plan_hash(plan: Iterable[Copy]) -> str:
-    """A fingerprint of a plan, copies and their order."""
-    digest = hashlib.sha256()
-    for copy in plan:
-        digest.update(repr(tuple(copy)).encode())
-    return digest.hexdigest()[:16]
-
-
 def _shifted(box: Box, begin: tuple[int, ...]) -> tuple[int, ...]:
     """Local offset in ``box`` of the global position ``begin``."""
     lead = len(box.local_offset) - len(begin)
     inner = (low + x - o for low, x, o in zip(box.local_offset[lead:], begin, box.offset, strict=True))
     return *box.local_offset[:lead], *inner
-
-
-def _by_rank(boxes: Iterable[Box]) -> list[Shard]:
-    """Each rank's boxes as a shard of its own."""
-    found: dict[int, list[Box]] = {}
-    for box in boxes:
-        found.setdefault(box.rank, []).append(box)
-    return [Shard((rank,), held) for rank, held in found.items()]
