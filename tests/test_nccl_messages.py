@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +27,7 @@ def transport(
     gloo = SimpleNamespace(timeout_s=limit_s, describe="rank {}".format, rank=rank, store=store)
     made = nccl.NcclTransport(gloo, direct_bytes, torch.device("cpu"))  # type: ignore[arg-type]
     if pair is not None:
-        made._pairs[1] = pair
+        made._pairs |= {(1, "send"): pair, (1, "recv"): pair}
     return made
 
 
@@ -33,6 +35,7 @@ class Post:
     """A communicator of two whose messages arrive at once: what one end sends, its other end receives."""
 
     def __init__(self) -> None:
+        self.connected = 0
         self.mail: list[torch.Tensor] = []
         self.pieces: list[torch.Tensor] = []
 
@@ -55,6 +58,9 @@ class Post:
 
     def is_completed(self) -> bool:
         return True
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.connected += 1
 
 
 def carry(pair: Post, sender: nccl.NcclTransport, sent: Blocks, receiver: nccl.NcclTransport, found: Blocks) -> None:
@@ -135,6 +141,8 @@ class Unending:
 
     recv = wait = send
 
+    eager_connect_single_device = send
+
     def is_completed(self) -> bool:
         return False
 
@@ -158,49 +166,121 @@ class Failing(Unending):
 
 def test_a_failure_is_heard_before_others_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "time", Clock())
-    end = transport(Failing())
-    end._pairs[2] = Unending()
+    failing, other = Failing(), Unending()
+    end = transport(failing)
+    end._pairs[2, "recv"] = other
     for peer in (1, 2):
         end.receive(Blocks([torch.zeros(8)]), peer).wait()
     with pytest.raises(TransferError, match="rank 1 sent nothing and is gone"):
         end.finish()
+    end.abort()
+    assert failing.aborted and other.aborted and not end.unfinished and not end._pairs
 
 
 def test_between_gpus_a_receiver_is_heard_before_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows who is late: with neither done, its error comes first, and both come in time. NCCL is played."""
     ended = {}
     for verb, failed in (("receive", "sent nothing"), ("send", "took nothing")):
-        clock, pair = Clock(), Unending()
+        clock = Clock()
         monkeypatch.setattr(nccl, "time", clock)
-        end = transport(pair)
+        end = transport(Unending())
         getattr(end, verb)(Blocks([torch.zeros(8)]), 1).wait()
         with pytest.raises(TransferError, match=f"rank 1 {failed} within {LIMIT_S:g} s"):
             end.finish()
-        assert pair.aborted
         ended[verb] = clock.now
     assert LIMIT_S <= ended["receive"] < 1.01 * LIMIT_S < ended["send"] < 1.1 * LIMIT_S
 
 
-def test_a_peer_that_never_comes_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a communicator is made, which waits without a limit. The meeting point is real."""
-    made: list[tuple[int, int]] = []
+def test_the_host_does_not_run_so_far_ahead_that_a_launch_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "time", Clock())
+    end = transport(Unending())
+    for _ in range(nccl.AHEAD):
+        end.send(Blocks([torch.zeros(8)]), 1).wait()
+    with pytest.raises(TransferError, match=f"rank 1 took nothing within {LIMIT_S:g} s"):
+        end.send(Blocks([torch.zeros(8)]), 1).wait()
 
-    def make(store: Any, rank: int, world: int, options: Any) -> Post:
-        made.append((rank, world))
-        return post
 
-    make.Options = SimpleNamespace  # type: ignore[attr-defined]
-    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", make, raising=False)
+class Breaking(Unending):
+    """It takes no message, and notes whether what was opened is closed again."""
+
+    opened = 0
+
+    def _start_coalescing(self) -> None:
+        self.opened += 1
+
+    def _end_coalescing(self) -> Unending:
+        self.opened -= 1
+        return self
+
+    def send(self, *_: Any) -> None:
+        raise torch.distributed.DistBackendError("no such device")
+
+
+def test_a_launch_that_fails_holds_nothing_else_back() -> None:
+    pair = Breaking()
+    with pytest.raises(TransferError, match=r"rank 1 took nothing and is gone \(no such device\)"):
+        transport(pair).send(Blocks([torch.zeros(8)]), 1)
+    assert pair.opened == 0
+
+
+# --- meeting, with a real meeting point ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[tuple[int, int]]]:
+    """Play the making of communicators: gives the (rank, size) of each that is made."""
+
+    def play(pair: Any) -> list[tuple[int, int]]:
+        made: list[tuple[int, int]] = []
+
+        def make(store: Any, rank: int, world: int, options: Any) -> Any:
+            made.append((rank, world))
+            return pair
+
+        make.Options = SimpleNamespace  # type: ignore[attr-defined]
+        monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", make, raising=False)
+        return made
+
+    return play
+
+
+def test_a_peer_that_never_comes_is_named_in_time(played: Callable[[Any], list[tuple[int, int]]]) -> None:
+    """Before a communicator is made, which waits without a limit."""
     post, point = Post(), host_store("127.0.0.1", 60)
+    made = played(post)
     ends = [transport(None, rank=rank, limit_s=limit_s, store=point) for rank, limit_s in ((4, 0.2), (2, 60.0))]
     for verb, failed in (("receive", "sent nothing"), ("send", "took nothing")):
         with pytest.raises(TransferError, match=f"^rank 2 {failed} within 0.2 s$"):
             getattr(ends[0], verb)(Blocks([torch.ones(8)]), 2)
         assert not made
     found = Blocks([torch.zeros(8)])
-    ends[1].send(Blocks([torch.ones(8)]), 4).wait()
-    ends[0].receive(found, 2).wait()
-    assert found[0].tolist() == [1] * 8 and made == [(0, 2), (1, 2)]
+    for _ in range(2):
+        ends[1].send(Blocks([torch.ones(8)]), 4).wait()
+        ends[0].receive(found, 2).wait()
+    assert found[0].tolist() == [1] * 8 and made == [(0, 2), (1, 2)] and post.connected == 2 and not post.mail
+
+
+class Stuck(Unending):
+    """Its other end has come, and stopped."""
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        threading.Event().wait()
+
+    def abort(self) -> None:
+        threading.Event().wait()
+
+
+def test_a_peer_that_stops_while_ranks_connect_is_named_in_time(
+    played: Callable[[Any], list[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "ABORT_S", 0.1)
+    point = host_store("127.0.0.1", 60)
+    point.set("megappo-nccl/0-2/here/2", "")
+    played(Stuck())
+    end = transport(Stuck(), limit_s=0.2, store=point)
+    with pytest.raises(TransferError, match=r"^rank 2 took nothing within 0.2 s$"):
+        end.send(Blocks([torch.ones(8)]), 2)
+    end.abort()  # nor does it wait for what cannot be ended
 
 
 def test_a_meeting_point_that_is_gone_is_named() -> None:

@@ -50,8 +50,8 @@ class Endpoint:
         """
         sample = next(iter(params.values()))
         item = sample.element_size()
-        on_host = sample.device.type == "cpu"
-        self._pace = ON_HOST if on_host else ON_DEVICE
+        self._on_host = sample.device.type == "cpu"
+        self._pace = ON_HOST if self._on_host else ON_DEVICE
         self.rank, self._transfer = rank, transfer
         self.part = transfer.part(rank)
         self.fingerprint = transfer.fingerprint(rank, self.part)
@@ -69,9 +69,8 @@ class Endpoint:
             self._pace.direct_bytes // item,
             transfer.phase,
             # NCCL sees to it itself; what leaves a GPU over gloo is packed there, for one copy over the bus.
-            may_be_direct=lambda copy: on_host and not isinstance(self._carriers.get(_peer(rank, copy)), SharedMemory),
+            may_be_direct=lambda copy: self._on_host and not isinstance(self._carrier(_peer(rank, copy)), SharedMemory),
         )
-
         self._blocks = KeptBlocks(rank, self._messages)
 
     def sync(self, version: int, params: Mapping[str, torch.Tensor], passing: Passing | None = None) -> Receipt:
@@ -85,16 +84,25 @@ class Endpoint:
         Raises:
             TransferError: a peer died or took longer than the limit.
         """
+        try:
+            return self._sync(version, params, passing)
+        except Exception:
+            for transport in dict.fromkeys(self._carriers.values()):
+                transport.abort()
+            raise
 
+    def _sync(self, version: int, params: Mapping[str, torch.Tensor], passing: Passing | None) -> Receipt:
         sent: dict[int, torch.Tensor] = {}
         received: dict[int, torch.Tensor] = {}
+        # While others still receive, if it is soon launched: a GPU takes only so much work in advance.
+        early = passing is None and (self._on_host or not self.verifier.looks_at_all(version))
 
         def under_way() -> None:
-            if passing is None:  # while others still receive
+            if early:
                 sent.update(self.verifier.sent_sums(version, params))
 
         def landing() -> None:
-            if passing is None:
+            if early:
                 received.update(self.verifier.received_sums(version, params))
 
         def arrived() -> None:
@@ -102,13 +110,10 @@ class Endpoint:
                 self.verifier.note(version, passing.held)
                 passing.install()
 
-        def carrier(peer: int) -> Transport:
-            return self._carriers.get(peer, self._gloo)
-
         blocks_of = self._blocks.of(params) if passing is None else partial(find_blocks, self.rank, params)
         in_flight = self._pace.in_flight
-        moved = carry_out(self.rank, self._messages, in_flight, blocks_of, carrier, arrived, under_way, landing)
-        if passing is not None:
+        moved = carry_out(self.rank, self._messages, in_flight, blocks_of, self._carrier, arrived, under_way, landing)
+        if not early:
             sent, received = self.verifier.sent_sums(version, params), self.verifier.received_sums(version, params)
         return Receipt(*moved, self._compare(version, sent, received))
 
@@ -123,6 +128,9 @@ class Endpoint:
             + (f" (which sent version {sent})" if sent != version else "")
             for copy, sent in self.verifier.differences(version, found, said)
         )
+
+    def _carrier(self, peer: int) -> Transport:
+        return self._carriers.get(peer, self._gloo)
 
     def _compare(
         self, version: int, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]

@@ -69,6 +69,9 @@ class GlooTransport:
     def finish(self) -> None:
         """Messages that were waited for are here."""
 
+    def abort(self) -> None:
+        """Peers notice when the group is gone, which others may use until then."""
+
     def tends(self, blocks: Blocks) -> bool:
         """See :class:`megappo.reshard.transport.Transport`."""
         return not (blocks[0].is_cpu and in_one_piece(blocks))

@@ -6,19 +6,32 @@ two ranks of it could not send several blocks in one launch.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from megappo.reshard.gloo import GlooTransport
-from megappo.reshard.transport import SENDERS_WAIT, Blocks, Buckets, TransferError, size_of
+from megappo.reshard.packing import PackedMessage, Packing
+from megappo.reshard.transport import SENDERS_WAIT, Blocks, Buckets, TransferError
 
 POLL_S = 2e-5
+
+AHEAD = 8
+"""Messages that the host launches before it has seen the first of them arrive. A GPU takes about a thousand launches:
+with more, a launch would itself wait for the peer, without a limit."""
+
+ABORT_S = 20.0
+"""What ending communicators may take."""
+
+Verb = Literal["send", "recv"]
 
 
 class NcclTransport:
@@ -38,11 +51,12 @@ class NcclTransport:
             device: this rank's.
         """
         self.timeout_s, self._describe = gloo.timeout_s, gloo.describe
-        self.unfinished: list[NcclWork] = []
-        self._rank, self._store, self._direct_bytes = gloo.rank, gloo.store, direct_bytes
-        self._pairs: dict[int, Any] = {}
-        self._packings: WeakKeyDictionary[Blocks, _Packing] = WeakKeyDictionary()
+        self.unfinished: deque[NcclWork] = deque()
+        self._rank, self._store, self._direct_bytes, self._device = gloo.rank, gloo.store, direct_bytes, device
+        self._pairs: dict[tuple[int, Verb], Any] = {}
+        self._packings: WeakKeyDictionary[Blocks, Packing] = WeakKeyDictionary()
         self._buckets = Buckets(0, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
+        self._byte = torch.zeros(1, dtype=torch.uint8, device=device)
 
     def tends(self, blocks: Blocks) -> bool:
         """All messages: each that is under way keeps a part of the GPU busy."""
@@ -52,11 +66,11 @@ class NcclTransport:
         """Start to send; see :class:`megappo.reshard.transport.Transport`."""
         message = self._message(blocks)
         message.pack()
-        return self._start("send", message, to, f"{self._describe(to)} took nothing")
+        return self._start("send", message, to)
 
     def receive(self, blocks: Blocks, source: int) -> NcclWork:
         """Start to receive; see :class:`megappo.reshard.transport.Transport`."""
-        return self._start("recv", self._message(blocks), source, f"{self._describe(source)} sent nothing")
+        return self._start("recv", self._message(blocks), source)
 
     def give(self, bucket: torch.Tensor) -> None:
         """Take a bucket back."""
@@ -64,149 +78,162 @@ class NcclTransport:
 
     def finish(self) -> None:
         """See :class:`megappo.reshard.transport.Transport`; the limit is on each message after the one before."""
-        following = [*(work.pair for work in self.unfinished[1:]), None]
-        for work, pair in zip(self.unfinished, following, strict=False):
-            work.finish()
-            if pair is not work.pair:
-                work.join()  # raises what went wrong, which a communicator does not survive
-        self.unfinished.clear()
+        self.settle(0)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # the last are unpacked too
         self._buckets.drop()  # between syncs the device has other uses for their memory
 
-    def _message(self, blocks: Blocks) -> _Message:
+    def settle(self, most: int) -> None:
+        """Wait for the oldest messages until so many are left.
+
+        Raises:
+            TransferError: one will not arrive.
+        """
+        while len(self.unfinished) > most:
+            self.unfinished.popleft().finish()
+
+    def abort(self) -> None:
+        """See :class:`megappo.reshard.transport.Transport`: kernels that wait for a peer would keep the GPU busy."""
+        pairs = list(dict.fromkeys(self._pairs.values()))
+        self._pairs.clear()
+        self.unfinished.clear()
+        self._buckets.drop()
+
+        def end() -> None:
+            for pair in pairs:
+                with suppress(RuntimeError):
+                    pair.abort()
+
+        _within(ABORT_S, end)
+
+    def _message(self, blocks: Blocks) -> PackedMessage:
         packing = self._packings.get(blocks)
         if packing is None:
-            packing = self._packings[blocks] = _Packing(blocks, self._direct_bytes)
+            packing = self._packings[blocks] = Packing(blocks, self._direct_bytes)
         return packing.message(self._buckets.take(packing.nbytes) if packing.nbytes else None)
 
-    def _start(self, verb: str, message: _Message, peer: int, lateness: str) -> NcclWork:
-        limit_s = self.timeout_s * (SENDERS_WAIT if verb == "send" else 1)
-        pair, other = self._pair(peer, limit_s, lateness), int(peer > self._rank)
-        start = getattr(pair, verb)
-        pair._start_coalescing()
-        for piece in message.pieces:
-            start([piece], other, 0)
-        return NcclWork(self, pair, pair._end_coalescing(), lateness, message, limit_s, unpacks=verb == "recv")
+    def _start(self, verb: Verb, message: PackedMessage, peer: int) -> NcclWork:
+        late = _Lateness(self._describe(peer), verb, self.timeout_s)
+        with late:
+            if (peer, verb) not in self._pairs:
+                self._pairs[peer, verb] = self._connect(peer, verb, late)
+            work = _launch(self._pairs[peer, verb], verb, message.pieces, int(peer > self._rank))
+            return NcclWork(self, work, message, late)
+        raise AssertionError
 
-    def _pair(self, peer: int, limit_s: float, lateness: str) -> Any:
-        if peer not in self._pairs:
-            low, high = sorted((self._rank, peer))
+    def _connect(self, peer: int, verb: Verb, late: _Lateness) -> Any:
+        """A communicator of two, over which messages can be sent (or received) at once."""
+        low, high = sorted((self._rank, peer))
+        opposite: Verb = "recv" if verb == "send" else "send"
+        other, pair = int(peer == high), self._pairs.get((peer, opposite))
+        if pair is None:
             store = dist.PrefixStore(f"megappo-nccl/{low}-{high}", self._store)
-            self._meet(store, peer, limit_s, lateness)
+            store.set(f"here/{self._rank}", "")
+            store.wait([f"here/{peer}"], timedelta(seconds=late.after_s))
             nccl: Any = dist.ProcessGroupNCCL
             options = nccl.Options()
             # Torch's own watchdog would end the whole process: ours is first, and names the peer.
             options._timeout = timedelta(seconds=2 * self.timeout_s + 60)
-            self._pairs[peer] = nccl(store, int(self._rank == high), 2, options)
-        return self._pairs[peer]
+            pair = nccl(store, 1 - other, 2, options)
 
-    def _meet(self, store: dist.Store, peer: int, limit_s: float, lateness: str) -> None:
-        """Wait for the other one: NCCL would do so without a limit of ours, where nothing can be aborted yet."""
-        try:
-            store.set(f"here/{self._rank}", "")
-            store.wait([f"here/{peer}"], timedelta(seconds=limit_s))
-        except dist.DistStoreError:
-            raise TransferError(f"{lateness} within {self.timeout_s:g} s") from None
-        except dist.DistNetworkError as error:
-            raise TransferError(f"{lateness}, and the meeting point of all ranks is gone ({error})") from None
+        def open_it() -> None:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a thread's own
+            pair.eager_connect_single_device(self._device)
+            _launch(pair, verb, [self._byte], other)  # connections are made by what first needs them
 
-
-class _Packing:
-    """What travels of a message's blocks from where it lies, and what by way of a bucket.
-
-    All small blocks are packed, and those that do not lie in one piece. Both ends cut a message into the same pieces,
-    whatever they pack: all small blocks are one, each large block is one.
-    """
-
-    def __init__(self, blocks: Blocks, direct_bytes: int) -> None:
-        small = [block for block in blocks if block.nbytes < direct_bytes]
-        large = [block for block in blocks if block.nbytes >= direct_bytes]
-        strided = [block for block in large if not block.is_contiguous()]
-        packed = small + strided
-        self.nbytes, self._small, self._small_bytes = size_of(packed), len(small), size_of(small)
-        self._dtype, self._sizes = blocks[0].dtype, [block.numel() for block in packed]
-        self._packed = [block.view(-1) if block.is_contiguous() else block for block in packed]
-        self._large = [_bytes(block) if block.is_contiguous() else None for block in large]
-
-    def message(self, bucket: torch.Tensor | None) -> _Message:
-        """It, by way of a bucket, if it needs one."""
-        places: list[torch.Tensor] = []
-        if bucket is not None:
-            cuts = bucket[: self.nbytes].view(self._dtype).split(self._sizes)
-            pairs = zip(cuts, self._packed, strict=True)
-            places = [cut.view(block.shape) if block.dim() > 1 else cut for cut, block in pairs]
-        strided = iter(places[self._small :])
-        pieces = [_bytes(next(strided)) if piece is None else piece for piece in self._large]
-        together = [] if bucket is None or not self._small_bytes else [bucket[: self._small_bytes]]
-        return _Message(together + pieces, self._packed, places, bucket)
-
-
-class _Message(NamedTuple):
-    """Pieces of memory that travel, uint8; and the blocks that are packed, with their places in the bucket, if any."""
-
-    pieces: Sequence[torch.Tensor]
-    blocks: list[torch.Tensor]
-    places: list[torch.Tensor]
-    bucket: torch.Tensor | None
-
-    def pack(self) -> None:
-        if self.blocks:
-            torch._foreach_copy_(self.places, self.blocks)
-
-    def unpack(self) -> None:
-        if self.blocks:
-            torch._foreach_copy_(self.blocks, self.places)
+        if not _within(late.after_s, open_it):
+            raise late.error()
+        return pair
 
 
 class NcclWork:
     """A message under way."""
 
-    def __init__(
-        self,
-        transport: NcclTransport,
-        pair: Any,
-        work: Any,
-        lateness: str,
-        message: _Message,
-        limit_s: float,
-        unpacks: bool,
-    ) -> None:
-        self.pair = pair
-        self._transport, self._work, self._lateness = transport, work, lateness
-        self._message, self._limit_s, self._unpacks = message, limit_s, unpacks
+    def __init__(self, transport: NcclTransport, work: Any, message: PackedMessage, late: _Lateness) -> None:
+        self._transport, self._work, self._late = transport, work, late
+        self._message: PackedMessage | None = message
 
     def wait(self) -> None:
         """Let the current stream go on after it; see :class:`megappo.reshard.transport.Work`."""
-        self.join()
+        message, self._message = self._message, None  # its bucket is the transport's again
+        assert message is not None
+        with self._late:
+            self._work.wait()
+        if self._late.verb == "recv":
+            message.unpack()
+        if message.bucket is not None:
+            self._transport.give(message.bucket)  # what is next written there comes later on the same stream
         self._transport.unfinished.append(self)
-        if self._unpacks:
-            self._message.unpack()
-        if self._message.bucket is not None:
-            self._transport.give(self._message.bucket)  # what is next written there comes later on the same stream
+        self._transport.settle(AHEAD)
 
     def finish(self) -> None:
-        """Return once it has truly arrived, or failed, which :meth:`join` raises.
+        """Return once it has truly arrived.
 
         Raises:
-            TransferError: it has not within the limit, from now on.
+            TransferError: it failed, or has not arrived within the limit, from now on.
         """
-        deadline = time.monotonic() + self._limit_s
-        while not self._work.is_completed():
-            if time.monotonic() > deadline:
-                self.pair.abort()
-                raise TransferError(f"{self._lateness} within {self._transport.timeout_s:g} s")
-            time.sleep(POLL_S)
+        deadline = time.monotonic() + self._late.after_s
+        with self._late:
+            while not self._work.is_completed():
+                if time.monotonic() > deadline:
+                    raise self._late.error()
+                time.sleep(POLL_S)
+            self._work.wait()  # raises what went wrong
 
-    def join(self) -> None:
-        """Let the current stream go on after it.
 
-        Raises:
-            TransferError: the peer is gone.
-        """
+class _Lateness:
+    """Around what waits for a peer, which is late after so many seconds: its failure says who, and how."""
+
+    def __init__(self, who: str, verb: Verb, limit_s: float) -> None:
+        self.verb, self._limit_s = verb, limit_s
+        self.after_s = limit_s * (SENDERS_WAIT if verb == "send" else 1)
+        self._what = f"{who} {'took' if verb == 'send' else 'sent'} nothing"
+
+    def error(self) -> TransferError:
+        return TransferError(f"{self._what} within {self._limit_s:g} s")
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, dist.DistStoreError):  # nobody came to the meeting point
+            raise self.error() from None
+        if isinstance(error, dist.DistNetworkError):
+            raise TransferError(f"{self._what}, and the meeting point of all ranks is gone ({error})") from None
+        if isinstance(error, dist.DistBackendError):
+            raise TransferError(f"{self._what} and is gone ({error})") from None
+
+
+def _launch(pair: Any, verb: Verb, pieces: Sequence[torch.Tensor], other: int) -> Any:
+    """Start to send or to receive pieces, all in one."""
+    start = getattr(pair, verb)
+    pair._start_coalescing()
+    try:
+        for piece in pieces:
+            start([piece], other, 0)
+    finally:  # left open, it would hold back whatever else this thread does over NCCL
+        work = pair._end_coalescing()
+    return work
+
+
+def _within(limit_s: float, do: Callable[[], None]) -> bool:
+    """Whether something is done in time, on a thread of its own, as what waits inside NCCL cannot be stopped.
+
+    Raises:
+        Exception: whatever it raises.
+    """
+    raised: list[Exception] = []
+
+    def run() -> None:
         try:
-            self._work.wait()
-        except dist.DistBackendError as error:
-            raise TransferError(f"{self._lateness} and is gone ({error})") from None
+            do()
+        except Exception as error:
+            raised.append(error)
 
-
-def _bytes(piece: torch.Tensor) -> torch.Tensor:
-    return piece.view(-1).view(torch.uint8)
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if raised:
+        raise raised[0]
+    return not thread.is_alive()

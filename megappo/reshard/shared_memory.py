@@ -88,6 +88,9 @@ class SharedMemory:
     def finish(self) -> None:
         """Messages that were waited for are here."""
 
+    def abort(self) -> None:
+        """Peers notice when the connections are gone, with this."""
+
     def tends(self, blocks: Blocks) -> bool:
         """All messages: they are copied on both sides."""
         return True

@@ -74,6 +74,9 @@ class Transport(Protocol):
             TransferError: one will not.
         """
 
+    def abort(self) -> None:
+        """Let go of whatever is under way, after a failure: peers notice, nothing can be sent any more."""
+
 
 class Buckets:
     """Pieces of memory for packed messages, made when first needed."""

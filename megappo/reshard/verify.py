@@ -64,6 +64,12 @@ class Verifier:
                 if end == rank:
                     side.setdefault(peer, []).extend(cut(copy, REGION))
 
+    def looks_at_all(self, version: int) -> bool:
+        """Whether all regions of a sync are looked at, and not a sample."""
+        if self._first is None:
+            self._first = version
+        return self.verify == "full" or version == self._first
+
     def note(self, version: int, passing: Mapping[str, torch.Tensor]) -> None:
         """Take this sync's checksums of regions in parameters that will be gone before its end."""
         for side, view in ((self.received, destination_block), (self.sent, source_block)):
@@ -122,9 +128,7 @@ class Verifier:
         return torch.tensor([known[region] if region in known else self._noted.pop(region) for region in regions])
 
     def _chosen(self, version: int, regions: Sequence[Copy]) -> Sequence[Copy]:
-        if self._first is None:
-            self._first = version
-        if self.verify == "full" or version == self._first:
+        if self.looks_at_all(version):
             return regions
         stride = max(SHARE, -(-len(regions) // MOST))
         turn = 61 * regions[0].source + 97 * regions[0].destination  # pairs with few regions: not all in one sync
