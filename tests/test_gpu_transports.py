@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -14,8 +18,10 @@ from test_transfer import MODEL, expected, numbered
 
 from megappo.layout.mesh import Layout
 from megappo.reshard.actor_to_rollout import Meeting, TransferSpec
+from megappo.reshard.endpoint import Endpoint
 from megappo.reshard.gloo import host_store
 from megappo.reshard.transfer import Pace
+from megappo.reshard.transport import TransferError
 
 
 def transfer_to(engine_tp: int) -> TransferSpec:
@@ -24,8 +30,8 @@ def transfer_to(engine_tp: int) -> TransferSpec:
     return TransferSpec(MODEL, Layout(), 1, engine_tp, fused_norms=False, places=places, forward=True)
 
 
-def process(transfer: TransferSpec, rank: int, meeting: Meeting, pipe: Connection) -> None:
-    """Rank 0 sends, the others receive, and report what they hold after the second sync."""
+def endpoint(transfer: TransferSpec, rank: int, meeting: Meeting) -> tuple[Endpoint, dict[str, torch.Tensor]]:
+    """A rank's, on its GPU; and its parameters."""
     from megappo.reshard import endpoint as module
 
     devices = torch.cuda.device_count()
@@ -34,7 +40,12 @@ def process(transfer: TransferSpec, rank: int, meeting: Meeting, pipe: Connectio
         os.environ["NCCL_HOSTID"] = str(rank)
     module.ON_DEVICE = Pace(4 * 200, 4 * 30, in_flight=2)  # several messages, of blocks small and large
     params = {name: param.cuda() for name, param in numbered(transfer, rank, 0).items()}
-    end = module.Endpoint(transfer, rank, params, meeting)
+    return Endpoint(transfer, rank, params, meeting), params
+
+
+def process(transfer: TransferSpec, rank: int, meeting: Meeting, pipe: Connection) -> None:
+    """Rank 0 sends, the others receive, and report what they hold after the second sync."""
+    end, params = endpoint(transfer, rank, meeting)
     mismatches: list[str] = []
     for round_ in (1, 2):
         if rank == 0:
@@ -46,26 +57,61 @@ def process(transfer: TransferSpec, rank: int, meeting: Meeting, pipe: Connectio
     pipe.recv()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("transport", "engine_tp"), [("auto", 1), ("auto", 2), ("gloo", 2)])
-def test_weights_arrive_between_gpus(transport: Any, engine_tp: int) -> None:
+def losing(transfer: TransferSpec, rank: int, meeting: Meeting, fate: int, at: int, pipe: Connection) -> None:
+    """Rank 0 gets a signal before one of its syncs; the other says what came of it, and uses its GPU again."""
+    end, params = endpoint(transfer, rank, meeting)
+    for round_ in (1, 2):
+        if (rank, round_) == (0, at):
+            os.kill(os.getpid(), fate)
+        began = time.monotonic()
+        try:
+            end.sync(round_, params)
+        except TransferError as error:
+            torch.cuda.synchronize()
+            pipe.send((round_, str(error), time.monotonic() - began, float(torch.ones(9, device="cuda").sum())))
+            break
+    pipe.recv()
+
+
+@contextmanager
+def processes(transfer: TransferSpec, target: Any, *args: Any) -> Iterator[list[Connection]]:
     context = get_context("spawn")  # CUDA does not outlive a fork
-    store = host_store("127.0.0.1", 60.0)
-    meeting = Meeting("127.0.0.1", store.port, 60.0, verify="full", transport=transport)
-    transfer, pipes, processes = transfer_to(engine_tp), [], []
+    pipes, started = [], []
     try:
         for rank in range(transfer.world):
             ours, theirs = context.Pipe()
-            processes.append(context.Process(target=process, args=(transfer, rank, meeting, theirs), daemon=True))
-            processes[-1].start()
+            started.append(context.Process(target=target, args=(transfer, rank, *args, theirs), daemon=True))
+            started[-1].start()
             pipes.append(ours)
+        yield pipes
+    finally:
+        for one in started:
+            one.kill()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("transport", "engine_tp"), [("auto", 1), ("auto", 2), ("gloo", 2)])
+def test_weights_arrive_between_gpus(transport: Any, engine_tp: int) -> None:
+    store = host_store("127.0.0.1", 60.0)
+    meeting = Meeting("127.0.0.1", store.port, 60.0, verify="full", transport=transport)
+    with processes(transfer_to(engine_tp), process, meeting) as pipes:
         assert all(pipe.poll(120) for pipe in pipes)
         (_, carriers, _), *received = (pipe.recv() for pipe in pipes)
-    finally:
-        for one in processes:
-            one.kill()
     assert carriers == (["NcclTransport"] if transport == "auto" else [])
     for tp_rank, (mismatches, _, held) in enumerate(received):
         assert mismatches == []
         for name, values in expected(tp_rank, engine_tp).items():
             np.testing.assert_array_equal(held[name], 2 * values, err_msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("at", [1, 2], ids=["before they meet", "later"])
+@pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stalled"])
+def test_a_lost_sender_is_named_in_time_and_the_gpu_is_free_again(fate: int, at: int) -> None:
+    limit_s, store = 8.0, host_store("127.0.0.1", 60.0)
+    meeting, transfer = Meeting("127.0.0.1", store.port, limit_s, verify="full"), transfer_to(1)
+    with processes(transfer, losing, meeting, fate, at) as pipes:
+        assert pipes[1].poll(120), "hangs"
+        round_, error, took, total = pipes[1].recv()
+    assert round_ == at and error.startswith("actor rank 0 (node here) sent nothing"), error
+    assert took < limit_s + 4 and total == 9
