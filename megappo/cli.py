@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Our own exceptions say in words what is wrong; a traceback through this program would only hide it.
         _print_report(Report(errors=getattr(error, "problems", (str(error),))))
         return BAD_INPUT if isinstance(error, ValueError) else 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as end:
+        if isinstance(end, SystemExit) and end.code != signal.SIGTERM:  # as Ray, while it starts, exits upon SIGTERM
+            raise
         print(f"interrupted: {options.interrupted.format(**vars(options))}", file=sys.stderr)
         return 130
 

@@ -145,6 +145,18 @@ def test_an_interrupted_command_says_how_to_go_on(
     assert signal.getsignal(asked) == before
 
 
+def test_a_command_that_ray_ends_is_interrupted_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ray.init has a SIGTERM handler of its own until it is done; any other exit stays one."""
+    monkeypatch.setattr("megappo.cli.check_file", lambda *_: sys.exit(signal.SIGTERM))
+    assert main(["check", "c"]) == 130
+    assert capsys.readouterr().err.startswith("interrupted: ")
+    monkeypatch.setattr("megappo.cli.check_file", lambda *_: sys.exit(3))
+    with pytest.raises(SystemExit, match="3"):
+        main(["check", "c"])
+
+
 def test_command_config_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config"]) == 0
     assert "run.steps: required\n    training steps in all (an integer >= 1)\n" in capsys.readouterr().out
