@@ -182,10 +182,14 @@ class _Trainer:
         return due
 
     def validate(self) -> Metrics:
-        """Loss on the validation examples, and how often the chosen side of a pair has the higher score."""
+        """Loss on the validation examples, how often the chosen side of a pair has the higher score; and the time."""
         if self.validation is None:
             return {}
-        rows = batch_of(self.validation.rows(np.arange(len(self.validation))))
+        began = time.time()
+        return {**self._validate(self.validation), "timing_s/testing": time.time() - began}
+
+    def _validate(self, examples: Examples) -> Metrics:
+        rows = batch_of(examples.rows(np.arange(len(examples))))
         scoring: Pending[list[TableRef]] = self.cluster.model.score(self.kind.method, rows, **self.kind.options)
         (tables,) = self.cluster.calls.gather(scoring)
         scored = rows_of.take_ids(get_table(tables).combine_chunks(), rows.ids)
@@ -193,7 +197,7 @@ class _Trainer:
             loss = -float(rows_of.flat(scored, "logprobs").mean(dtype=np.float64))
             return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0))}
         values = rows_of.flat(scored, "values").astype(np.float64).reshape(-1, 2)
-        margins = rows_of.flat(self.validation.table, "margin")[::2]
+        margins = rows_of.flat(examples.table, "margin")[::2]
         gaps = values[:, 0] - values[:, 1]
         loss = float(np.logaddexp(0.0, margins - gaps).mean())
         return {"val/loss": loss, "val/accuracy": float((gaps > 0).mean()), "val/gap": float(gaps.mean())}
@@ -209,7 +213,7 @@ class _Trainer:
     def _record(self, metrics: Metrics) -> None:
         self.log.append(self.step, metrics)
         self.trackers.log(self.step, metrics)
-        shown = ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "timing_s/step")
+        shown = ("train/loss", "train/accuracy", "val/loss", "val/accuracy", "timing_s/step", "timing_s/testing")
         known = [f"{name} {metrics[name]:.4g}" for name in shown if name in metrics]
         self.console.status(f"step {self.step}/{self.config.run.steps}  " + "  ".join(known))
         self.remote.tell()

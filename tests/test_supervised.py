@@ -237,6 +237,8 @@ def test_supervised_training_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     command = Command(folder, *small, *data, words=("sft",))
     assert command.wait() == 0, command.text
     log = lines(folder / "run")
+    timed = [row["step"] for row in read_log(folder / "run") if row["metrics"].get("timing_s/testing", 0) > 0]
+    assert timed == [0, 12]  # its validations, as those of PPO
     assert log[12]["val/loss"] < log[0]["val/loss"] / 3 and log[12]["train/loss"] < log[1]["train/loss"] / 3
     convert(folder / "run", folder / "exported", Options(), lambda text: None)
     rows = load_responses([folder / "sums.parquet"], make_tiny_model().make_tokenizer(), max_tokens=16).table
