@@ -135,38 +135,6 @@ def test_one_folder_in_other_forms(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float16"
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_no_finite_value_becomes_infinite(tmp_path: Path, processes: int) -> None:
-    """float16 ends at 65504; 65519 is rounded to that, and 65520 to infinity. What is infinite or NaN already stays."""
-    name, options = "model.layers.1.mlp.up_proj.weight", {"dtype": "float16", "processes": processes}
-    folder, target = make(tmp_path / "model"), tmp_path / "checkpoint"
-
-    def put(**places: float) -> None:
-        whole = {key: tensor.float() for key, tensor in weights(folder).items()}
-        for place, value in places.items():
-            whole[name][int(place[1:])][3] = value
-        save_file(whole, folder / "model.safetensors", {"format": "pt"})
-
-    put(r0=-65520.0, r90=70000.0, r91=torch.inf)
-    words = "has values of up to 70000 (absolute), and float16 ends at 65504, so that they would become infinite: give"
-    assert problems(folder, target, **options) == f"{folder}: tensor {name} {words} --dtype bfloat16 or float32"
-    run(folder, target, tp=2, bucket_mb=1)
-    assert problems(target, tmp_path / "back", **options) == (
-        f"{target}: tensor {name} {words} --dtype bfloat16 or float32"
-    )
-    put(r0=3.4e38, r90=0.0, r91=0.0)  # bfloat16 ends at 3.39e38
-    said = problems(folder, tmp_path / "other", dtype="bfloat16", processes=processes)
-    assert "values of up to 3.4e+38 (absolute), and bfloat16 ends at 3.38953e+38" in said
-    assert said.endswith("give --dtype float32")
-    put(r0=65519.0, r1=-torch.inf, r90=torch.nan, r91=torch.inf)
-    expected = weights(folder)[name].half()
-    run(folder, target, overwrite=True, **options)
-    run(target, tmp_path / "back")
-    kept = weights(tmp_path / "back")[name]
-    assert kept[0, 3] == 65504 and kept[1, 3] == -torch.inf and kept[90, 3].isnan() and kept[91, 3] == torch.inf
-    assert torch.equal(kept.view(torch.int16), expected.view(torch.int16))
-
-
 def load_and_save(checkpoint: str, folder: str, layout: Layout, critic: bool, saved: str) -> list[Any]:
     """A real role reads a checkpoint over other weights, and writes its own; returns its outputs on random rows."""
     from megappo.workers.megatron_role import MegatronRole
@@ -450,8 +418,14 @@ def test_a_checkpoint_saved_without_checksums(tmp_path: Path) -> None:
         dcp.save(whole, checkpoint_id=tmp_path / "plain", no_dist=True)
     finally:
         torch.serialization.set_crc32_options(True)
-    assert {chunk.stored(tmp_path / "plain")[1] for chunk in read_chunks(tmp_path / "plain")[1]} == {0}
-    run(tmp_path / "plain", tmp_path / "back", model=str(folder))
+    chunks = read_chunks(tmp_path / "plain")[1]
+    assert {chunk.stored(tmp_path / "plain")[1] for chunk in chunks} == {0}
+    warning, _ = run(tmp_path / "plain", tmp_path / "back", model=str(folder), processes=2)
+    assert warning == (
+        f"warning: {tmp_path}/plain: {len(chunks)} of {len(chunks)} chunks have no checksum "
+        "(torch.serialization.set_crc32_options(False)), so that damage to them would not be seen: "
+        "compare the files with those that were saved"
+    )
     assert_same_weights(folder, tmp_path / "back")
 
 

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_convert import assert_same_weights, make, problems, run
+import torch
+from safetensors.torch import save_file
+from test_convert import assert_same_weights, make, problems, run, weights
 
 from megappo.convert import destination, to_megatron
 from megappo.convert.to_hugging_face import ToHuggingFace
@@ -106,6 +108,41 @@ def test_a_header_must_fit_its_file(tmp_path: Path) -> None:
     assert "header of 4611686018427387904 bytes" in problems(path.parent, tmp_path / "checkpoint")
     path.write_bytes(whole)
     assert list(find_tensors(path.parent)) == [key for key in header if key != "__metadata__"]
+
+
+# --- another dtype ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_no_finite_value_becomes_infinite(tmp_path: Path, processes: int) -> None:
+    """float16 ends at 65504; 65519 is rounded to that, and 65520 to infinity. What is infinite or NaN already stays."""
+    name, options = "model.layers.1.mlp.up_proj.weight", {"dtype": "float16", "processes": processes}
+    folder, target = make(tmp_path / "model"), tmp_path / "checkpoint"
+
+    def put(**places: float) -> None:
+        whole = {key: tensor.float() for key, tensor in weights(folder).items()}
+        for place, value in places.items():
+            whole[name][int(place[1:])][3] = value
+        save_file(whole, folder / "model.safetensors", {"format": "pt"})
+
+    put(r0=-65520.0, r90=70000.0, r91=torch.inf)
+    words = "has values of up to 70000 (absolute), and float16 ends at 65504, so that they would become infinite: give"
+    assert problems(folder, target, **options) == f"{folder}: tensor {name} {words} --dtype bfloat16 or float32"
+    run(folder, target, tp=2, bucket_mb=1)
+    assert problems(target, tmp_path / "back", **options) == (
+        f"{target}: tensor {name} {words} --dtype bfloat16 or float32"
+    )
+    put(r0=3.4e38, r90=0.0, r91=0.0)  # bfloat16 ends at 3.39e38
+    said = problems(folder, tmp_path / "other", dtype="bfloat16", processes=processes)
+    assert "values of up to 3.4e+38 (absolute), and bfloat16 ends at 3.38953e+38" in said
+    assert said.endswith("give --dtype float32")
+    put(r0=65519.0, r1=-torch.inf, r90=torch.nan, r91=torch.inf)
+    expected = weights(folder)[name].half()
+    run(folder, target, overwrite=True, **options)
+    run(target, tmp_path / "back")
+    kept = weights(tmp_path / "back")[name]
+    assert kept[0, 3] == 65504 and kept[1, 3] == -torch.inf and kept[90, 3].isnan() and kept[91, 3] == torch.inf
+    assert torch.equal(kept.view(torch.int16), expected.view(torch.int16))
 
 
 # --- the source changes ---------------------------------------------------------------------------------------------

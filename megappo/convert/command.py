@@ -107,6 +107,12 @@ def _write(found: Source, folder: Path, options: Options, record: dict[str, Any]
                 raise ModelError([f"{found.folder}: was changed while it was read: give the same command again"])
     except OSError as error:
         raise ModelError([f"{folder}: cannot be written ({error}): free or change its disk"]) from None
+    if isinstance(work, FromCheckpoint) and work.unproven:
+        say(
+            f"warning: {found.folder}: {work.unproven} have no checksum "
+            "(torch.serialization.set_crc32_options(False)), so that damage to them would not be seen: "
+            "compare the files with those that were saved"
+        )
     head = "scalar" if work.scalar_head else "language-model"
     what = "adapters of " if options.to == "peft" else ""
     say(

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 from zlib import crc32
 
 from megappo.convert.companions import Head
@@ -73,6 +74,7 @@ class FromCheckpoint(ABC):
         parts: what is in the files, cut by parameter.
         held_forms: dtype and shape of each tensor of the checkpoint, by Hugging Face name.
         forms: those of the result.
+        unproven: in words, how many chunks were saved without a checksum, if any: known once they were copied.
 
     Raises:
         ModelError: the checkpoint cannot be used, or does not fit ``config.json``; every reason is listed.
@@ -90,6 +92,7 @@ class FromCheckpoint(ABC):
     ) -> None:
         self.folder, self.model_folder, self.scores = folder, model_folder, scores
         self.shard_bytes, self.bucket_bytes = shard_bytes, bucket_bytes
+        self.unproven = ""
         self.spec = self.read_spec()
         shapes, chunks = read_chunks(folder)
         shapes = {key: shape for key, shape in shapes.items() if key.startswith(MODEL)}
@@ -147,11 +150,13 @@ class FromCheckpoint(ABC):
             (folder,) = {place.path.parent for place in places.values()}
             often = partial(start_writing_back, folder)
             try:
-                damaged = shared(copy, items, sizes, processes, often=often)
+                copied = shared(copy, items, sizes, processes, often=often)
             except OutOfRange as error:
                 raise error.refusal(self.folder, largest(self._blocks(error.name))) from None
-        if problems := sorted(filter(None, damaged)):
+        if problems := sorted(one.damage for one in copied if one.damage):
             raise ModelError(problems)
+        if bare := sum(not one.proven for one in copied):
+            self.unproven = f"{bare} of {len(copied)} chunks"
 
     def _blocks(self, name: str) -> Iterator[tuple[Stored, Sequence[int], Sequence[int]]]:
         """Where the checkpoint has a tensor, with the offset and the size of each block."""
@@ -182,8 +187,20 @@ def _first(part: Part, places: Mapping[str, Stored]) -> tuple[Path, int]:
     return place.path, place.position
 
 
-def _copy(files: Files, folder: Path, places: Mapping[str, Stored], parts: Sequence[Part]) -> str | None:
-    """Copy the parts of a chunk, in order, to where their tensors belong; says so if they are not what was saved."""
+class _Copied(NamedTuple):
+    """What became of a chunk.
+
+    Attributes:
+        proven: whether it has a checksum.
+        damage: in words, if it is not what was saved.
+    """
+
+    proven: bool
+    damage: str = ""
+
+
+def _copy(files: Files, folder: Path, places: Mapping[str, Stored], parts: Sequence[Part]) -> _Copied:
+    """Copy the parts of a chunk, in order, to where their tensors belong."""
     chunk = parts[0].chunk
     stored, saved = chunk.stored(folder)
     checksum, names = 0, []
@@ -198,9 +215,10 @@ def _copy(files: Files, folder: Path, places: Mapping[str, Stored], parts: Seque
         for _, _, read in pieces(files, source, *padding):
             checksum = crc32(read, checksum)
     if saved in (0, checksum):
-        return None
+        return _Copied(proven=saved == checksum)
     what = ", ".join(dict.fromkeys(names)) or f"padding of {chunk.key}"
-    return f"{stored.path}: {what}: is damaged (other bytes than were saved): copy the checkpoint again"
+    damage = f"{stored.path}: {what}: is damaged (other bytes than were saved): copy the checkpoint again"
+    return _Copied(proven=True, damage=damage)
 
 
 def _check_shapes(
