@@ -22,8 +22,12 @@ UNVALIDATED = "unvalidated"
 """In the trainer's state, where the step's validation is still to come: its metrics so far, which no log has yet."""
 
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""How a write fails where the disk is full, or what its user may have of it."""
+
+
 class DiskFull(RuntimeError):
-    """A checkpoint did not fit onto the disk; the one before is untouched."""
+    """A checkpoint did not fit onto the disk, or into the user's quota; the one before is untouched."""
 
 
 class DamagedCheckpoint(RuntimeError):
@@ -109,8 +113,8 @@ class Checkpoints:
                 raise
             shutil.rmtree(partial, ignore_errors=True)
             raise DiskFull(
-                f"{self.folder}: the disk is full, so that the checkpoint of step {step} could not be written: make "
-                "room (run.keep_checkpoints, run.dump_rollouts); the same command goes on from the checkpoint before"
+                f"{self.folder}: the disk is full (or a quota of it), so that the checkpoint of step {step} could not be "
+                "written: make room (run.keep_checkpoints, run.dump_rollouts); the same command goes on from the checkpoint before"
             ) from error
         if not (partial / STATE_NAME).is_file():
             raise RuntimeError(f"{partial}: the checkpoint was not finished")
@@ -137,7 +141,8 @@ class Checkpoints:
         self._link_best(best)
 
     def _is_full(self, error: Exception) -> bool:
-        return os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(self.folder).free < 2**20
+        # By its words: it comes from a worker, as text.
+        return any(os.strerror(code) in str(error) for code in NO_ROOM) or shutil.disk_usage(self.folder).free < 2**20
 
     def _link_best(self, step: int | None) -> None:
         if step is not None and (self.folder / f"step_{step}").is_dir():

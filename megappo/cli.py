@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import signal
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from megappo import __version__
 from megappo.check import Report, check_file
 from megappo.check.supervised import check_supervised_file
+from megappo.checkpoints import NO_ROOM
 from megappo.config import Config, MegatronRoleConfig, SupervisedConfig, describe_config
 from megappo.config.run import is_url
 from megappo.data.published import INSTRUCTIONS
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 141
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
             return _refuse(f"{error.filename or 'the disk'}: {error.strerror}: make room, and give the same command", 1)
         if not type(error).__module__.startswith("megappo."):
             raise

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megappo.checkpoints import Checkpoints, DamagedCheckpoint, OldCheckpoint
+from megappo.checkpoints import Checkpoints, DamagedCheckpoint, DiskFull, OldCheckpoint
 
 
 def write(checkpoints: Checkpoints, step: int, text: str = "weights") -> None:
@@ -80,6 +82,18 @@ def test_an_interrupted_one_is_not_there(tmp_path: Path) -> None:
     write(checkpoints, 2)
     assert names(tmp_path) == ["step_1", "step_2"]
     assert not (tmp_path / "step_2" / "actor" / "half").exists()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_one_that_finds_no_room_leaves_nothing(tmp_path: Path, code: int) -> None:
+    checkpoints = Checkpoints(tmp_path, 2)
+    write(checkpoints, 1)
+    with pytest.raises(DiskFull, match=r"the checkpoint of step 2 could not be written"), checkpoints.writing(2) as new:
+        (new / "half").write_text("half")
+        raise RuntimeError(f"actor rank 1: OSError: {os.strerror(code)}: 'x'")  # as the driver has it from a worker
+    assert names(tmp_path) == ["step_1"]
+    with pytest.raises(RuntimeError, match="something else"), checkpoints.writing(2):
+        raise RuntimeError("something else")
 
 
 def test_one_without_the_trainers_state_is_refused(tmp_path: Path) -> None:
