@@ -113,8 +113,9 @@ class Checkpoints:
                 raise
             shutil.rmtree(partial, ignore_errors=True)
             raise DiskFull(
-                f"{self.folder}: the disk is full (or a quota of it), so that the checkpoint of step {step} could not be "
-                "written: make room (run.keep_checkpoints, run.dump_rollouts); the same command goes on from the checkpoint before"
+                f"{self.folder}: the disk is full (or a quota of it), so that the checkpoint of step {step} could "
+                "not be written: make room (run.keep_checkpoints, run.dump_rollouts); the same command goes on from "
+                "the checkpoint before"
             ) from error
         if not (partial / STATE_NAME).is_file():
             raise RuntimeError(f"{partial}: the checkpoint was not finished")

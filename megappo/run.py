@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import yaml
 
 from megappo.check.run_folder import run_findings
 from megappo.checkpoints import UNVALIDATED, Checkpoints
@@ -34,6 +33,7 @@ from megappo.rewards.functions import make_manager
 from megappo.rewards.mix import PARTS, check_covered
 from megappo.run_lock import RunLock
 from megappo.stop_request import NoProgress
+from megappo.strict_yaml import parse, to_plain
 
 SAMPLES = 8
 """Generations of each step and validation that are written to ``samples.jsonl``."""
@@ -98,7 +98,7 @@ class Run:
         write_whole(self.folder / VERSIONS_NAME, versions())
         self.console.start(
             f"megappo: {title(config.run)}",
-            describe_roles(yaml.safe_load(dump_config(config))),
+            describe_roles(to_plain(config)),
             {
                 "model": config.model_folder("actor"),
                 "data": "; ".join(prompts.report.replace("\n", "; ") for prompts in sets),
@@ -253,7 +253,7 @@ def title(run: RunConfig) -> str:
 
 def changed_settings(before: str, after: str) -> list[str]:
     """``key: old -> new`` of every setting that differs between two resolved configurations, given as YAML."""
-    old, new = _leaves(yaml.safe_load(before)), _leaves(yaml.safe_load(after))
+    old, new = _leaves(parse(before, [])), _leaves(parse(after, []))
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     return [f"{key}: {old.get(key, 'none')} -> {new.get(key, 'none')}" for key in keys]
 

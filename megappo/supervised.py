@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import yaml
 
 from megappo.check.supervised import supervised_folder_findings
 from megappo.checkpoints import Checkpoints
@@ -31,6 +30,7 @@ from megappo.report.versions import VERSIONS_NAME, versions
 from megappo.run import changed_settings, title, write_whole
 from megappo.run_lock import RunLock
 from megappo.stop_request import NoProgress, StopRequest, stop_request
+from megappo.strict_yaml import to_plain
 from megappo.workers.objectives import Objective
 from megappo.workers.supervised_objectives import PairObjective, ResponseObjective
 
@@ -100,7 +100,7 @@ class _Trainer:
         self.changes = changed_settings(stored.read_text(), text) if latest and stored.is_file() else []
         write_whole(stored, text)
         write_whole(folder / VERSIONS_NAME, versions())
-        plain = yaml.safe_load(text)
+        plain = to_plain(config)
         rows = describe_roles({"pools": plain["pools"], "roles": {ROLES[task]: plain["role"]}})
         sets = [one.report.replace("\n", "; ") for one in (self.train, self.validation) if one is not None]
         facts = {"model": config.model_folder, "data": "; ".join(sets)}
@@ -126,7 +126,7 @@ class _Trainer:
             resumed_at=resumed,
             warn=self.console.warn,
         )
-        try:
+        with self.trackers:
             if self.step == 0 and config.run.validate_before:
                 self._record(self.validate())
             began_at, saved = self.step, True
@@ -137,8 +137,6 @@ class _Trainer:
                     self.console.status(f"stopped after step {self.step}, as SIGUSR1 asked")
                     return False
                 saved = self.train_step()
-        finally:
-            self.trackers.close()
         self.console.finish(f"checkpoint: {self.checkpoints.latest()}")
         return True
 

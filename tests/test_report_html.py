@@ -201,6 +201,8 @@ def test_almost_nothing(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.append(1, {"unknown": 1.0, "timing_s/step": math.nan, "critic/score/mean": math.nan})
     log.log_samples([{"step": 1, "kind": "train", "prompt": "p" * 5000, "response": None, "score": None}])
+    (tmp_path / "config.yaml").write_text("{pools: {on: {devices_per_node: 2}}, roles: {actor: {pool: on}}}")
+    assert "actoron2TP1 x PP1 x DP2" in report(tmp_path).text
     (tmp_path / "config.yaml").write_text("{not: [yaml")
     page = report(tmp_path)
     assert "no data" in page.text and "p" * 600 + " ..." in page.text and "(empty)" in page.text

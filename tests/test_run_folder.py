@@ -114,6 +114,11 @@ def test_changed_settings_are_listed() -> None:
         "roles.reference.tp: 1 -> none",
     ]
     assert changed_settings(before, before) == []
+    # As YAML 1.2 reads it, in which a configuration is written: no word but true and false is one of them.
+    assert changed_settings("{sleep: drop, on: {a: 1}}", "{sleep: off, on: {a: 1e-6}}") == [
+        "sleep: drop -> off",
+        "on.a: 1 -> 1e-06",
+    ]
 
 
 def test_requests(folder: Path) -> None:

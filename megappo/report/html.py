@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megappo.report.charts import number
 from megappo.report.console import duration, validation_scores
 from megappo.report.curves import curves
@@ -26,6 +24,7 @@ from megappo.report.roles import describe_roles
 from megappo.report.run_log import read_log, read_samples
 from megappo.report.times import times
 from megappo.report.versions import read_versions
+from megappo.strict_yaml import parse
 
 STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
 REPORT_NAME = "report.html"
@@ -72,10 +71,7 @@ def render(run: Path, refresh_s: int | None = None) -> str:
 
 
 def _parse(text: str) -> Mapping[str, Any]:
-    try:
-        config = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return {}
+    config = parse(text, [])
     return config if isinstance(config, dict) else {}
 
 

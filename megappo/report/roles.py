@@ -17,7 +17,7 @@ class RoleRow(NamedTuple):
 
 
 def describe_roles(config: Mapping[str, Any]) -> list[RoleRow]:
-    """The roles of a resolved config, given as plain YAML data (`yaml.safe_load` of RUN/config.yaml).
+    """The roles of a resolved config, given as plain values.
 
     It never raises: an incomplete config gives fewer rows, since a report must come out for any run.
     """

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import TracebackType
 
 from megappo.report.tracker_kinds import TRACKERS, TrackedRun, Tracker
 
@@ -19,7 +20,9 @@ MOST_WAITING = 1000
 
 
 class Trackers:
-    """The trackers of one run. One that fails, at the start or later, is warned about once and left out after that.
+    """The trackers of one run, as a context manager; what is raised in it is a run that failed.
+
+    One that fails, at the start or later, is warned about once and left out after that.
 
     names: keys of `TRACKERS`. config_text: the resolved YAML, shown where a tracker can. resumed_at: the last step
     that counts if the run was resumed. warn: called with one line of text, by the thread that calls `log` or `close`.
@@ -67,6 +70,14 @@ class Trackers:
             elif worker.is_alive():
                 self._give_up(name, f"it did not finish within {self._patience_s:g} s")
         self._live.clear()
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(failed=value is not None)
 
     def _give_up(self, name: str, why: str) -> None:
         del self._live[name]

@@ -1,0 +1,71 @@
+"""The loop of training on examples, on a real run folder; no process is started: the model learns nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from small_run import log_steps
+from test_run_folder import Store
+from test_supervised import make_folder
+from test_trackers import Good, made
+
+from megappo.cluster import dataflow
+from megappo.cluster.calls import Pending
+from megappo.config import load_supervised
+from megappo.report import trackers
+from megappo.stop_request import StopRequest
+from megappo.supervised import _Trainer
+
+
+class Model:
+    """A group whose workers do nothing, but fail in the update of step ``fails``."""
+
+    members = (None,)
+
+    def __init__(self, fails: int = 0) -> None:
+        self.updates, self.fails = 0, fails
+
+    def update(self, *args: Any) -> Pending[Any]:
+        self.updates += 1
+        if self.updates == self.fails:
+            raise FloatingPointError("the gradient norm is nan")
+        return Pending((), lambda results: {"critic/grad_norm": 1.0})
+
+    def save(self, folder: str) -> Pending[Any]:
+        Path(folder).mkdir()
+        return Pending((), list)
+
+    def load(self, folder: str) -> Pending[Any]:
+        return Pending((), list)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("supervised") / "project")
+
+
+@pytest.fixture(autouse=True)
+def in_project(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(dataflow, "ray", Store())
+    monkeypatch.setattr(trackers, "TRACKERS", {"wandb": Good})
+    made.clear()
+
+
+def run(folder: Path, model: Model, stop: StopRequest | None = None) -> bool:
+    wanted = ("run.steps=5", "data.validation=[]", "run.trackers=[wandb]", f"run.dir={folder}")
+    trainer = _Trainer(load_supervised("config.yaml", wanted), "reward-train", stop or StopRequest())
+    calls = SimpleNamespace(gather=lambda *pending: [one.combine([]) for one in pending])
+    cluster: Any = SimpleNamespace(model=model, calls=calls)
+    return trainer.run(cluster)
+
+
+def test_a_run_that_fails_is_no_finished_one_for_its_trackers(tmp_path: Path) -> None:
+    with pytest.raises(FloatingPointError):
+        run(tmp_path, Model(fails=4))
+    assert [made[-1].seen[-1], log_steps(tmp_path)] == [True, [0, 1, 2, 3]]
+    assert run(tmp_path, Model())
+    assert [made[-1].seen[-1], log_steps(tmp_path)] == [False, [0, 1, 2, 3, 4, 5]]
