@@ -145,15 +145,7 @@ class _Trainer:
         run, began = self.config.run, time.time()
         size, position = self.config.data.batch, self.step * self.config.data.batch
         rows = batch_of(self.train.rows(self.order.take(position, size)))
-        optimizer = self.config.optimizer
-        rate = learning_rate(
-            self.step,
-            base=self.config.lr,
-            warmup_steps=optimizer.warmup_steps,
-            total_steps=run.steps,
-            schedule=optimizer.schedule,
-            min_ratio=optimizer.min_lr_ratio,
-        )
+        rate = learning_rate(self.step, peak=self.config.lr, total_steps=run.steps, optimizer=self.config.optimizer)
         everything = np.arange(len(rows.ids))
         update = self.cluster.model.update(rows, [everything], self.kind.objective, rate)
         (trained,) = self.cluster.calls.gather(update)

@@ -28,7 +28,7 @@ from megappo.layout.flops import peak_tflops
 from megappo.oversight import Oversight, StoppedByGuard, Verdict
 from megappo.ppo.balance import mini_batches
 from megappo.ppo.kl import KLController
-from megappo.ppo.schedule import learning_rate
+from megappo.ppo.schedule import learning_rates
 from megappo.replay import Replayer
 from megappo.report.predicted import Prediction
 from megappo.report.speed import speed_metrics, speed_workers
@@ -258,12 +258,11 @@ class Trainer:
         guarded = replace(ppo, kl=replace(ppo.kl, loss_coef=ppo.kl.loss_coef * guards.kl_factor))
         temperature = self.config.roles.rollout.temperature
         objectives = {"critic": CriticObjective(ppo), "actor": ActorObjective(guarded, temperature)}
-        peaks = {"critic": ppo.critic_lr, "actor": ppo.actor_lr}
-        rates = {role: guards.rate_factor * self._learning_rate(peaks[role] or 0.0) for role in self.cluster.trained}
+        now = learning_rates(ppo, self.step, self.config.run.steps)
+        rates = {role: guards.rate_factor * rate for role, rate in now.items()}
         pending = [
-            group.update(batch, self._steps(batch, ppo.passes(role)), objectives[role], rates[role])
-            for role, group in self.cluster.trained.items()
-            if role == "critic" or self.step >= ppo.critic_warmup
+            self.cluster.trained[role].update(batch, self._steps(batch, ppo.passes(role)), objectives[role], rate)
+            for role, rate in rates.items()
         ]
         out: Metrics = {f"{role}/lr": rate for role, rate in rates.items()}
         for metrics in self.cluster.gather(*pending):
@@ -275,17 +274,6 @@ class Trainer:
         seed, size = self.config.run.seed, self.config.ppo.mini_batch
         shuffles = [f"{seed}/{self.step}/{number}" for number in range(passes)]
         return [np.array(rows) for shuffle in shuffles for rows in mini_batches(len(batch.ids), size, shuffle)]
-
-    def _learning_rate(self, peak: float) -> float:
-        optimizer = self.config.ppo.optimizer
-        return learning_rate(
-            self.step,
-            base=peak,
-            warmup_steps=optimizer.warmup_steps,
-            total_steps=self.config.run.steps,
-            schedule=optimizer.schedule,
-            min_ratio=optimizer.min_lr_ratio,
-        )
 
     def validate(self, *, check: bool = False) -> Metrics:
         """Score the validation prompts, and the canary's, with the current weights.

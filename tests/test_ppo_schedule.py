@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megappo.ppo.schedule import learning_rate
+from megappo.config import OptimizerConfig, PPOConfig
+from megappo.ppo.schedule import learning_rate, learning_rates
 
 
-def curve(schedule: str, *, warmup: int = 0, total: int = 4, ratio: float = 0.0, steps: int = 6) -> list[float]:
-    return [
-        learning_rate(step, base=8.0, warmup_steps=warmup, total_steps=total, schedule=schedule, min_ratio=ratio)
-        for step in range(steps)
-    ]
+def curve(schedule: Any, *, warmup: int = 0, total: int = 4, ratio: float = 0.0, steps: int = 6) -> list[float]:
+    optimizer = OptimizerConfig(warmup_steps=warmup, schedule=schedule, min_lr_ratio=ratio)
+    return [learning_rate(step, peak=8.0, total_steps=total, optimizer=optimizer) for step in range(steps)]
 
 
 def test_hand_values() -> None:
@@ -45,6 +46,13 @@ def test_rises_then_falls_between_floor_and_peak(schedule: str, warmup: int, res
     assert all(rate > 0 for rate in rates[:warmup])
 
 
-def test_unknown_schedule() -> None:
-    with pytest.raises(ValueError, match="schedule is 'wsd'; use one of constant, linear, cosine"):
-        curve("wsd")
+def test_the_actors_schedule_begins_with_its_first_update() -> None:
+    optimizer, own = OptimizerConfig(warmup_steps=2, schedule="linear"), OptimizerConfig(schedule="linear")
+    ppo = PPOConfig(mini_batch=1, actor_lr=8.0, critic_lr=4.0, critic_warmup=2, optimizer=optimizer)
+    rates = [learning_rates(ppo, step, 6) for step in range(6)]
+    assert [one["critic"] for one in rates] == [2.0, 4.0, 4.0, 3.0, 2.0, 1.0]
+    assert [one.get("actor") for one in rates] == [None, None, 4.0, 8.0, 8.0, 4.0]
+    rates = [learning_rates(replace(ppo, critic_optimizer=own, critic_warmup=0), step, 4) for step in range(4)]
+    assert [one["critic"] for one in rates] == [4.0, 3.0, 2.0, 1.0], "without a warm-up, as its own settings say"
+    assert [one["actor"] for one in rates] == [4.0, 8.0, 8.0, 4.0]
+    assert learning_rates(replace(ppo, estimator="grpo", critic_warmup=0), 1, 6) == {"actor": 8.0}

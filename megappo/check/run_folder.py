@@ -58,8 +58,8 @@ def run_findings(config: Config) -> Iterator[str]:
             f"{dotted}: {shown(new)} differs from {shown(old)}, with which the run in {folder} began: "
             "set it back, or choose another run.dir"
         )
-    schedule = config.ppo.optimizer.schedule
-    if run.steps != stored.run.steps and schedule != "constant":
+    schedules = {config.ppo.optimizer_of(role).schedule for role in ("actor", "critic")} - {"constant"}
+    for schedule in sorted(schedules) if run.steps != stored.run.steps else ():
         yield Advice(
             f"run.steps: {run.steps} differs from {stored.run.steps}, with which the run in {folder} went on so far: "
             f"the learning rate jumps, as the {schedule} schedule ends at the last step (a constant one does not)"

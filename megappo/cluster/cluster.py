@@ -183,7 +183,7 @@ class Cluster(Processes):
             dtype=self.config.run.dtype,
             micro_batch_tokens=role.micro_batch_tokens,
             scalar_head=group.role in SCALAR_HEAD,
-            optimizer=self.config.ppo.optimizer if group.role in TRAINED else None,
+            optimizer=self.config.ppo.optimizer_of(group.role) if group.role in TRAINED else None,
             timeout_s=self.config.run.timeout_s,
             recompute=role.recompute,
             fp8=role.fp8,

@@ -98,7 +98,9 @@ class PPOConfig:
     mini_batch: int = key("responses of one optimizer step, over all ranks", at_least=1)
     epochs: int = key("passes over each step's batch", 1, at_least=1)
     critic_updates: int = key("passes of the critic for each pass of the actor", 1, at_least=1)
-    critic_warmup: int = key("first steps in which only the critic trains", 0, at_least=0)
+    critic_warmup: int = key(
+        "first steps in which only the critic trains; the actor's schedule begins after them", 0, at_least=0
+    )
     actor_lr: float = key("peak learning rate of the actor", at_least=0)
     critic_lr: float | None = key("peak learning rate of the critic", None, at_least=0)
     staleness: int = key(
@@ -115,11 +117,16 @@ class PPOConfig:
     kl: KLConfig = key("KL against the reference", KLConfig())
     correction: CorrectionConfig = key("correction of off-policy responses", CorrectionConfig())
     optimizer: OptimizerConfig = key("AdamW and its schedule", OptimizerConfig())
+    critic_optimizer: OptimizerConfig | None = key("the critic's own; null: as optimizer", None)
     guards: Mapping[str, GuardConfig] = key("limits on metrics, by a name of your own", {})
 
     def passes(self, role: str) -> int:
         """Passes of a trained role over a step's batch."""
         return self.epochs * (self.critic_updates if role == "critic" else 1)
+
+    def optimizer_of(self, role: str) -> OptimizerConfig:
+        """What a trained role's weights are updated by."""
+        return (self.critic_optimizer if role == "critic" else None) or self.optimizer
 
     @property
     def streams(self) -> bool:
