@@ -42,20 +42,22 @@ def scores_of(folder: Path, sequences: list[np.ndarray]) -> np.ndarray:
         return np.array([float(model(torch.tensor(one)[None].long()).logits) for one in sequences])
 
 
-def rank_scores(folder: str, layout: Layout, tokenizer: str, rows: pa.Table) -> pa.Table | None:
+def rank_scores(folder: str, layout: Layout, tokenizer: str, batches: list[pa.Table]) -> list[pa.Table | None]:
     import torch.distributed as dist
 
     from megappo.workers.megatron_role import MegatronRole
     from megappo.workers.settings import RoleSettings
 
     role = MegatronRole(RoleSettings(folder, layout, "float32", 60, scalar_head=True))
-    share = np.arange(rows.num_rows)[layout.coordinates(dist.get_rank())["dp"] :: layout.dp]
-    return role.scores(rows.take(pa.array(share)), tokenizer=tokenizer)
+    shares = [np.arange(rows.num_rows)[layout.coordinates(dist.get_rank())["dp"] :: layout.dp] for rows in batches]
+    pairs = zip(batches, shares, strict=True)
+    return [role.scores(rows.take(pa.array(share)), tokenizer=tokenizer) for rows, share in pairs]
 
 
-def scored(folder: Path, layout: Layout, tokenizer: Path, rows: pa.Table) -> pa.Table:
-    found = run_ranks(layout.world, rank_scores, str(folder), layout, str(tokenizer), rows)
-    return pa.concat_tables([table for table in found if table is not None])
+def scored(folder: Path, layout: Layout, tokenizer: Path, *batches: pa.Table) -> list[pa.Table]:
+    found = run_ranks(layout.world, rank_scores, str(folder), layout, str(tokenizer), list(batches))
+    of_batches = zip(*found, strict=True)
+    return [pa.concat_tables([table for table in tables if table is not None]) for tables in of_batches]
 
 
 @pytest.mark.parametrize(
@@ -68,13 +70,16 @@ def test_scores_equal_transformers(tmp_path: Path, layout: Layout, family: str) 
     make_tiny_model().make_tokenizer().save_pretrained(folder)
     rows = random_rows(9, vocab=51, longest=30)
     rows = rows.append_column("prompt_text", pa.array([""] * 9)).append_column("messages", pa.array([None] * 9))
-    out = batch.take_ids(scored(folder, layout, folder, rows), batch.column(rows, "id"))
+    found, few = scored(folder, layout, folder, rows, rows.slice(3, 1))  # of the few, some rank has none
+    out = batch.take_ids(found, batch.column(rows, "id"))
     sequences = [
         np.concatenate(pair)
         for pair in zip(batch.split_rows(rows, "prompt_ids"), batch.split_rows(rows, "response_ids"), strict=True)
     ]
     np.testing.assert_allclose(batch.column(out, "score_model"), scores_of(folder, sequences), atol=1e-5)
     assert set(out.column("failure_model").to_pylist()) == {""}
+    assert few.schema == found.schema
+    np.testing.assert_allclose(batch.column(few, "score_model"), batch.column(out, "score_model")[3:4], atol=1e-5)
 
 
 def test_another_tokenizer(tmp_path: Path) -> None:
@@ -99,7 +104,7 @@ def test_another_tokenizer(tmp_path: Path) -> None:
             "messages": pa.array([json.dumps(messages), None, None], pa.string()),
         }
     )
-    out = batch.take_ids(scored(folder, Layout(), tmp_path / "actor", rows), [7, 3, 5])
+    out = batch.take_ids(*scored(folder, Layout(), tmp_path / "actor", rows), [7, 3, 5])
     read = ["<user>1+2=;<assistant>3;", "1+2=4"]
     expected = scores_of(folder, [np.array(other(text)["input_ids"]) for text in read])
     np.testing.assert_allclose(batch.column(out, "score_model")[:2], expected, atol=1e-5)

@@ -56,6 +56,15 @@ def test_parts_make_up_scores() -> None:
     np.testing.assert_allclose(batch.flat(out, "token_scores"), [1, 4, 0, 0, 0])
 
 
+def test_columns_do_not_depend_on_the_rows() -> None:
+    """A round of dynamic sampling in which nothing is for the model is joined with others."""
+    judged = models([6.0, 4.0, 2.0, -8.0], [""] * 4)
+    lengths = np.array([3, 5, 2, 4, 9])
+    with_model, without = (mix(functions(), one, SOURCES, lengths, REWARD) for one in (judged, None))
+    assert without.schema == with_model.schema
+    assert np.isnan(batch.column(without, "score_model")[:4]).all()  # the last row failed, and counts as 0
+
+
 def test_a_source_that_nothing_scores() -> None:
     with pytest.raises(RewardError, match="no reward for data_source 'prose': give a weight"):
         check_covered(["prose"], RewardConfig(function="f", weights_by_source={"prose": RewardWeights(function=0.0)}))

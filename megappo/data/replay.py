@@ -48,5 +48,5 @@ def load_replay(path: str | Path, limits: Limits | None = None) -> pa.Table:
     if missing:
         raise DataError(f"{path}: has no column {', '.join(missing)}: let megappo score make it from your responses")
     if "extra_info" not in names:  # which reward functions are given
-        rows = rows.append_column("extra_info", pa.array(["{}"] * rows.num_rows))
+        rows = rows.append_column("extra_info", pa.array(["{}"] * rows.num_rows, pa.string()))
     return checked_rows(path, rows, limits)

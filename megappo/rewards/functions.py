@@ -64,14 +64,17 @@ class FunctionScorer:
                 "id": ids,
                 "score": empty,
                 "failed": empty.astype(bool),
-                "failure": pa.array([""] * len(ids)),
-                "extras": pa.array(["{}"] * len(ids)),
+                "failure": [""] * len(ids),
+                "extras": ["{}"] * len(ids),
             },
             schema=SCHEMA,
         )
         if self._manager is not None:
-            words = [[self._word(token) for token in responses[at]] for at in chosen]
-            own = self._manager.score(rows.take(pa.array(chosen)), [texts[at] for at in chosen], words)
+            words = None
+            if self._manager.rewards_tokens:
+                words = [[self._word(token) for token in responses[at]] for at in chosen]
+            own_rows = rows.take(pa.array(chosen, pa.int64()))
+            own = self._manager.score(own_rows, [texts[at] for at in chosen], words)
             scored = own if len(chosen) == len(ids) else _completed(scored, own, [len(one) for one in responses])
         return scored.append_column("response", pa.array(texts, pa.string()))
 

@@ -58,6 +58,11 @@ class RewardManager:
         """Raise RewardError, naming the sources known, where one of `sources` has no function."""
         check_sources(sources, self._has_default, self._by_source)
 
+    @property
+    def rewards_tokens(self) -> bool:
+        """Whether some function takes the tokens of a response."""
+        return self._pool.rewards_tokens
+
     def score(self, table: pa.Table, texts: Sequence[str], tokens: Sequence[Sequence[str]] | None = None) -> pa.Table:
         """Score the responses `texts`, one a row of `table`.
 
@@ -82,7 +87,7 @@ class RewardManager:
         self.check_sources(sources)
         truths = table.column("ground_truth").to_pylist()
         infos = table.column("extra_info").to_pylist()
-        own = self._pool.rewards_tokens and tokens is not None
+        own = self.rewards_tokens and tokens is not None
         words = map(tuple, tokens) if own and tokens else [()] * len(texts)
         samples = [
             Sample(source, text, truth, info or "{}", each)

@@ -53,12 +53,14 @@ def mix(
     Args:
         functions: a row for each response: ``id``, ``score`` float32, ``failed`` bool, ``failure`` string, whatever
             else shall stay, and perhaps ``token_scores`` (see :func:`megappo.rewards.manager.RewardManager.score`).
-        models: ``id``, ``score_model`` float32 and ``failure_model`` string of the rows that a model scored.
+        models: ``id``, ``score_model`` float32 and ``failure_model`` string of the rows that a model scored; None if
+            there are none.
         sources: data source of each row of ``functions``.
         response_tokens: int64, of each row.
 
     Returns:
         ``functions`` with the whole ``score``, ``failed`` and ``failure``, and the parts as columns (:data:`PARTS`).
+        Which columns there are follows from the configuration alone, so that batches can be joined.
     """
     weights = {source: reward.weights_of(source) for source in set(sources)}
     by_function = np.array([weights[source].function for source in sources])
@@ -67,19 +69,20 @@ def mix(
     said = batch.column(functions, "score").astype(np.float64)
     score = by_function * said
     parts = {"score_function": np.where(by_function != 0, said, np.nan)}
+    judged = np.full(len(said), np.nan)
     if models is not None:
-        judged = np.full(len(said), np.nan)
         rows = {row: at for at, row in enumerate(batch.column(functions, "id").tolist())}
         at = np.array([rows[row] for row in batch.column(models, "id").tolist()], dtype=np.int64)
         judged[at] = batch.column(models, "score_model")
         for row, why, value in zip(at, models.column("failure_model").to_pylist(), judged[at], strict=True):
             failures[row] = failures[row] or why or ("" if np.isfinite(value) else f"the reward model gave {value}")
         score = score + np.where(by_model != 0, by_model * judged, 0.0)
+    if reward.pool is not None:
         parts["score_model"] = judged
     if penalty := reward.length_penalty.per_token:
         parts["score_length"] = -penalty * np.maximum(response_tokens - reward.length_penalty.after, 0)
         score = score + parts["score_length"]
-    failed = np.array([bool(why) for why in failures])
+    failed = np.array([bool(why) for why in failures], dtype=bool)
     out = functions.drop_columns(["score", "failed", "failure"])
     out = out.append_column("score", pa.array(np.where(failed, 0.0, score).astype(np.float32)))
     out = out.append_column("failed", pa.array(failed)).append_column("failure", pa.array(failures, pa.string()))

@@ -167,7 +167,7 @@ class MegatronRole:
             "" if fit else f"{len(one)} of the reward model's tokens, more than {longest}"
             for one, fit in zip(sequences, fits, strict=True)
         ]
-        return pa.table({"id": rows.column("id"), "score_model": scores, "failure_model": why})
+        return pa.table({"id": rows.column("id"), "score_model": scores, "failure_model": pa.array(why, pa.string())})
 
     def _score(
         self, rows: pa.Table, evaluate: Callable[[torch.Tensor, MicroBatch], dict[str, torch.Tensor]]
