@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from ranks import run_ranks
@@ -15,9 +16,12 @@ from small_run import make_tiny_model
 from tiny import make_model, random_rows
 
 from megappo.data import batch
+from megappo.data.examples import load_pairs
 from megappo.layout.mesh import Layout
+from megappo.rewards.reading import make_reader
 
 TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }};{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
 def make_scorer(folder: Path, family: str = "qwen2", **changes: Any) -> Path:
@@ -83,7 +87,7 @@ def test_scores_equal_transformers(tmp_path: Path, layout: Layout, family: str) 
 
 
 def test_another_tokenizer(tmp_path: Path) -> None:
-    """Text is decoded and encoded again, chat messages by the reward model's own template."""
+    """Text is decoded and encoded again, chat messages by the reward model's own template, and ended where it ended."""
     tokenizer = make_tiny_model().make_tokenizer()
     tokenizer.save_pretrained(tmp_path / "actor")
     folder = make_scorer(tmp_path / "scorer", vocab_size=80, max_position_embeddings=40)
@@ -105,11 +109,41 @@ def test_another_tokenizer(tmp_path: Path) -> None:
         }
     )
     out = batch.take_ids(*scored(folder, Layout(), tmp_path / "actor", rows), [7, 3, 5])
-    read = ["<user>1+2=;<assistant>3;", "1+2=4"]
-    expected = scores_of(folder, [np.array(other(text)["input_ids"]) for text in read])
+    read = [[*other("<user>1+2=;<assistant>3")["input_ids"], other.eos_token_id], other("1+2=4")["input_ids"]]
+    expected = scores_of(folder, [np.array(ids) for ids in read])
     np.testing.assert_allclose(batch.column(out, "score_model")[:2], expected, atol=1e-5)
     assert np.isnan(batch.column(out, "score_model")[2])
     assert out.column("failure_model").to_pylist() == ["", "", "64 of the reward model's tokens, more than 40"]
+
+
+def test_what_is_read_is_what_was_trained_on(tmp_path: Path) -> None:
+    """A reward model with a tokenizer of its own reads a response in PPO as ``reward-train`` had it read the text."""
+    actor, other = make_tiny_model().make_tokenizer(), other_tokenizer()
+    for name, tokenizer in (("actor", actor), ("scorer", other)):
+        tokenizer.save_pretrained(tmp_path / name)
+    end_of_turn = actor.convert_tokens_to_ids("#")  # which ends a response too, as the generation config says
+    (tmp_path / "actor" / "generation_config.json").write_text(json.dumps({"eos_token_id": [end_of_turn]}))
+    messages = [{"role": "user", "content": "1+2="}]
+    trained = []
+    for prompt in (messages, "1+2="):
+        pair = pa.Table.from_pylist([{"prompt": prompt, "chosen": "3", "rejected": "4"}])
+        pq.write_table(pair, tmp_path / "pairs.parquet")
+        examples = load_pairs([tmp_path / "pairs.parquet"], other, max_tokens=40)
+        trained += batch.split_rows(examples.table, "prompt_ids")[:1]
+    three = actor("3")["input_ids"]
+    responses = [[*three, actor.eos_token_id], [*three, actor.eos_token_id], three, three]
+    rows = pa.table(
+        {
+            "response_ids": pa.array(responses, pa.list_(pa.int32())),
+            "prompt_text": ["", "1+2="] * 2,
+            "messages": pa.array([json.dumps(messages), None] * 2, pa.string()),
+        }
+    )
+    reader = make_reader(str(tmp_path / "actor"), str(tmp_path / "scorer"))
+    assert reader.ends == {actor.eos_token_id, end_of_turn}
+    found = [ids.tolist() for ids in reader.sequences(rows)]
+    assert found[:2] == [ids.tolist() for ids in trained]
+    assert found[2:] == [ids.tolist()[:-1] for ids in trained]  # they were cut
 
 
 def other_tokenizer() -> Any:

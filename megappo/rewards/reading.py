@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from megappo.data import batch
 from megappo.data.sequences import joined
+from megappo.models.end_of_text import end_of_text_ids
 
 COLUMNS = ("prompt_ids", "response_ids", "prompt_text", "messages")
 """The columns of a batch that a reading needs."""
@@ -24,7 +25,8 @@ def make_reader(actor_folder: str, reward_folder: str) -> Reader:
     from transformers import AutoTokenizer
 
     actor = AutoTokenizer.from_pretrained(actor_folder)
-    return Reader(actor, actor if actor_folder == reward_folder else AutoTokenizer.from_pretrained(reward_folder))
+    reward = actor if actor_folder == reward_folder else AutoTokenizer.from_pretrained(reward_folder)
+    return Reader(actor, reward, frozenset(end_of_text_ids(actor_folder)))
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,19 @@ class Reader:
     Attributes:
         actor: the tokenizer of the rows' token ids, from transformers.
         reward: the reward model's.
+        ends: the actor's tokens that end a response.
     """
 
     actor: Any
     reward: Any
+    ends: frozenset[int]
 
     def sequences(self, rows: pa.Table) -> list[npt.NDArray]:
         """Token ids of prompt and response of each row, int32, as the reward model knows them.
 
-        Where the tokenizers differ, the response is decoded. After chat messages it becomes the assistant's turn in the
-        reward model's own chat template; after a plain prompt it follows the text, and an end-of-text token stays one.
+        Where the tokenizers differ, the sequence is what ``megappo reward-train`` makes of the same text: chat messages
+        by the reward model's own template, up to where the assistant's turn begins, or the plain prompt; the decoded
+        response; and, unless the response was cut, the reward model's end-of-text token, at which it then scores.
 
         Args:
             rows: ``prompt_ids``, ``response_ids``, ``prompt_text`` and ``messages`` (JSON; null of a plain prompt).
@@ -54,21 +59,20 @@ class Reader:
         answers = self.actor.batch_decode(responses, skip_special_tokens=True)
         prompts, chats = rows.column("prompt_text").to_pylist(), rows.column("messages").to_pylist()
         return [
-            self._chat(json.loads(chat), answer) if chat else self._plain(prompt, answer, ids)
+            self._sequence(prompt, json.loads(chat) if chat else None, answer, ended=bool(self.ends & {*ids[-1:]}))
             for prompt, chat, answer, ids in zip(prompts, chats, answers, responses, strict=True)
         ]
 
-    def _chat(self, messages: list[dict[str, Any]], answer: str) -> npt.NDArray:
-        turns = [*messages, {"role": "assistant", "content": answer}]
-        text = self.reward.apply_chat_template(turns, tokenize=False)
-        # The template writes its special tokens itself.
-        return np.array(self.reward(text, add_special_tokens=False)["input_ids"], np.int32)
-
-    def _plain(self, prompt: str, answer: str, response: list[int]) -> npt.NDArray:
-        ids = self.reward(prompt + answer)["input_ids"]
+    def _sequence(
+        self, prompt: str, messages: list[dict[str, Any]] | None, answer: str, *, ended: bool
+    ) -> npt.NDArray[np.int32]:
+        if messages is not None:
+            prompt = self.reward.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        # A chat template writes its special tokens itself, so that the tokenizer must not add them again.
+        tokens = self.reward(prompt, add_special_tokens=messages is None)["input_ids"]
+        tokens += self.reward(answer, add_special_tokens=False)["input_ids"]
         end = self.reward.eos_token_id
-        ended = response[-1:] == [self.actor.eos_token_id]
-        return np.array([*ids, *([end] if ended and end is not None and ids[-1:] != [end] else [])], np.int32)
+        return np.array([*tokens, *([end] if ended and end is not None else [])], np.int32)
 
 
 def same_tokenizer(one: Any, other: Any) -> bool:
