@@ -103,6 +103,31 @@ def test_answers(tmp_path: Path) -> None:
         load_answers(empty, "response", tokenizer, limits=Limits(51, 9))
 
 
+def test_tokens_of_others_stay_others(tmp_path: Path) -> None:
+    """A dumped batch's mask goes with it through scoring; one that does not fit, or beside text, is named."""
+    path, tokenizer = tmp_path / "step.parquet", make_tiny_model().make_tokenizer()
+
+    def load(rows: list[dict[str, Any]]) -> pa.Table:
+        return load_answers(write(path, rows), "response", tokenizer, limits=Limits(51, 9))
+
+    masks = [[1, 0], [0, 1]]
+    rows = [{**REPLAY, "id": id, "loss_mask": mask} for id, mask in enumerate(masks)]
+    assert load(rows).column("loss_mask").to_pylist() == masks
+    for mask, message in (
+        ([0, 0], "loss_mask of row 1: no token of its response is the policy's"),
+        ([1], "loss_mask of row 1: 1 values for 2 response tokens"),
+        (None, "loss_mask has a null: fill it with 0 or 1"),
+    ):
+        with pytest.raises(DataError, match=f"^{path}: {message}"):
+            load([rows[0], {**rows[1], "loss_mask": mask}])
+        with pytest.raises(DataError, match=f"^{path}: {message}"):
+            load_replay(path)
+    with pytest.raises(DataError, match="loss_mask holds strings: it must hold lists of 0 and 1"):
+        load([{**REPLAY, "loss_mask": "10"}])
+    with pytest.raises(DataError, match="has loss_mask, which is of tokens, beside text: give prompt_ids and"):
+        load([{"prompt": "1+2=", "response": "3", "loss_mask": [1]}])
+
+
 def test_rules_need_answers_to_compare_with() -> None:
     pairs = pa.table({"data_source": ["pairs", "sums"], "ground_truth": ["", "3"]})
     check_truths("a", pairs, RewardConfig(function="own.py", by_source={"sums": "megappo.rewards.math"}))

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 
 from megappo.data.examples import response_tokens
 from megappo.data.given import Limits, checked_rows
+from megappo.data.loss_mask import LOSS_MASK
 from megappo.data.prompts import SCHEMA, DataError, ground_truth, prompt_columns, read_rows, tokenize_prompts
 
 OPTIONAL = ("data_source", "reward_model", "extra_info")
@@ -30,7 +31,8 @@ def load_answers(path: str | Path, column: str, tokenizer: Any, *, limits: Limit
         limits: of the models that score.
 
     Returns:
-        :data:`ANSWERS`, a row each, in the order of the file; equal prompts have one ``prompt_index``.
+        :data:`ANSWERS`, a row each, in the order of the file, with ``loss_mask`` where a dumped file has it; equal
+        prompts have one ``prompt_index``.
 
     Raises:
         DataError: naming file and row: an empty or overlong response, or another row that no model takes; a file that
@@ -50,7 +52,7 @@ def _dumped(path: Path) -> pa.Table | None:
             names = file.schema_arrow.names
             if not {*ANSWERS.names} - {"messages", "finish_reason"} <= {*names}:
                 return None
-            table = file.read([name for name in ANSWERS.names if name in names])
+            table = file.read([name for name in (*ANSWERS.names, LOSS_MASK) if name in names])
     except (pa.ArrowException, OSError):
         return None  # which is said with better words where the file is read
     if "messages" not in names:
@@ -61,7 +63,12 @@ def _dumped(path: Path) -> pa.Table | None:
 def _tokenized(path: Path, column: str, tokenizer: Any) -> pa.Table:
     columns: dict[str, list[Any]] = {name: [] for name in ANSWERS.names}
     known: dict[str, int] = {}
-    for first, rows in read_rows(path, ("prompt", column), OPTIONAL):
+    for first, rows in read_rows(path, ("prompt", column), (*OPTIONAL, LOSS_MASK)):
+        if LOSS_MASK in rows[0]:
+            raise DataError(
+                f"{path}: has {LOSS_MASK}, which is of tokens, beside text: give prompt_ids and response_ids too, as a "
+                "dumped batch has them, or leave it out"
+            )
         texts, ids = tokenize_prompts(path, first, [row["prompt"] for row in rows], tokenizer)
         for offset, (row, text, tokens) in enumerate(zip(rows, texts, ids, strict=True)):
             where = f"{path}, row {first + offset} (counting from 0)"

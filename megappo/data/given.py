@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from megappo.config import Config
 from megappo.data import batch
+from megappo.data.loss_mask import LOSS_MASK, LossMaskError, flat_mask
 from megappo.data.prompts import SCHEMA, DataError
 from megappo.models.spec import read_model_spec
 
@@ -71,7 +72,8 @@ def checked_rows(path: str | Path, rows: pa.Table, limits: Limits | None) -> pa.
     Raises:
         DataError: naming file, row and value: a column of another kind, or one that comes twice, a null, an id that
             comes twice, an empty prompt or response, a token that is not in the vocabulary, a row that is too long,
-            log-probabilities that are none or not one a token, a score that is no number; or no rows.
+            log-probabilities that are none or not one a token, a ``loss_mask`` that does not fit, a score that is no
+            number; or no rows.
     """
     if rows.num_rows == 0:
         raise DataError(f"{path}: has no rows: write it again")
@@ -93,6 +95,8 @@ def checked_rows(path: str | Path, rows: pa.Table, limits: Limits | None) -> pa.
         )
     if "rollout_logprobs" in known:
         _check_logprobs(path, rows)
+    if LOSS_MASK in names:
+        _check_mask(path, rows)
     if "score" in known:
         with np.errstate(over="ignore"):
             scores = batch.column(rows, "score").astype(np.float32)
@@ -179,6 +183,20 @@ def _check_logprobs(path: str | Path, rows: pa.Table) -> None:
             f"{_row(path, _owner(rows, name, at))}: {name} has {values[at]}, which is no log-probability: it must be a "
             "number of at most 0; remove the row, or let megappo score make the column"
         )
+
+
+def _check_mask(path: str | Path, rows: pa.Table) -> None:
+    found = rows[LOSS_MASK].combine_chunks()
+    if family(found.type) not in ("lists of bool", "lists of whole numbers", "lists of numbers"):
+        raise DataError(
+            f"{path}: {LOSS_MASK} holds {family(found.type)}: it must hold lists of 0 and 1: write it again"
+        )
+    if found.null_count or found.flatten().null_count:
+        raise DataError(f"{path}: {LOSS_MASK} has a null: fill it with 0 or 1")
+    try:
+        flat_mask(rows, "response_ids")
+    except LossMaskError as error:
+        raise DataError(f"{path}: {error}") from None
 
 
 def _owner(rows: pa.Table, name: str, at: int) -> int:
