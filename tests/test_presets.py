@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 from qwen import write_qwen
 from small_run import ROOT
 
 from megappo.check import check_file
+from megappo.check.algorithm import ppo_findings
+from megappo.check.findings import Advice
+from megappo.config import load_config
 from megappo.plan.command import Options, plan
 from megappo.plan.memory import peaks
 from megappo.plan.profile import load_profile
@@ -65,3 +71,20 @@ def test_only_adapters_are_planned_to_travel(models: None) -> None:
 def test_what_it_says_to_call_is_itself(path: Path) -> None:
     lines = [line for line in path.read_text().splitlines() if line.startswith("#   megappo ") and "configs/" in line]
     assert lines and all(f"configs/{path.name}" in line for line in lines)
+
+
+def test_the_rows_of_papers_in_the_readme_are_what_they_say() -> None:
+    """Each fits into a configuration; those of papers without a KL term have none, and need no reference."""
+    table = (ROOT / "README.md").read_text().partition("| to have |")[2].partition("\n\n")[0]
+    rows = dict(re.findall(r"^\| ([^|]+) \| [^`|]*`([^`]+)`", table, re.MULTILINE))
+    without_kl = {"Dr. GRPO", "DAPO", "GSPO", "CISPO"}
+    assert {"PPO with a critic", "GRPO", "ReMax", *without_kl} <= rows.keys()
+    for name, settings in rows.items():
+        parsed = yaml.safe_load("{" + settings + "}")
+        overrides = [f"ppo.{key}={json.dumps(value)}" for key, value in parsed.items()]
+        if name in without_kl:
+            overrides += ["roles.reference=null"]
+        if parsed.get("estimator", "gae") != "gae":
+            overrides += ["roles.critic=null", "roles.rollout.samples_per_prompt=2"]
+        config = load_config(ROOT / "configs" / "quickstart.yaml", [*overrides, "data.max_response=8192"])
+        assert not [line for line in ppo_findings(config) if not isinstance(line, Advice)], name
