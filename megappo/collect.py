@@ -156,12 +156,13 @@ class Collector:
 
 
 def baseline_column(ids: np.ndarray, greedy: Batch) -> list[TableRef]:
-    """``baseline`` of every row (float32): the score of the greedy response to its prompt.
+    """``baseline`` (float32) and ``baseline_tokens`` (int64) of every row: score and length of its greedy response.
 
     Args:
         ids: the batch's rows, as many to a prompt as to any other, in the order of `greedy`.
         greedy: scored.
     """
+    samples = len(ids) // len(greedy.ids)
     scores = rows_of.column(greedy.read("score"), "score").astype(np.float32)
-    baselines = np.repeat(scores, len(ids) // len(scores))
-    return [put_table(pa.table({"id": pa.array(ids, pa.int64()), "baseline": baselines}))]
+    columns = {"baseline": scores.repeat(samples), "baseline_tokens": greedy.response_tokens.repeat(samples)}
+    return [put_table(pa.table({"id": pa.array(ids, pa.int64()), **columns}))]

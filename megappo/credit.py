@@ -13,7 +13,7 @@ import torch
 
 from megappo.config import PPOConfig
 from megappo.data import batch
-from megappo.data.loss_mask import flat_mask
+from megappo.data.loss_mask import flat_mask, was_cut
 from megappo.ppo import estimators
 from megappo.ppo.advantages import gae, token_rewards_bt, whiten
 from megappo.ppo.correction import truncated_weights
@@ -35,7 +35,8 @@ class Credit:
     Attributes:
         table: ``id``, ``rewards``, ``advantages``, with a critic ``returns`` and, where a correction is configured,
             ``correction``, ragged float32 over response tokens.
-        loss_tokens: int64, tokens of each row that the policy produced.
+        loss_tokens: int64, tokens of each row that train: those that the policy produced, none of a response that is
+            left out.
         mean_kl: estimated KL to the reference per response, in nats; 0 without a reference.
         mean_token_kl: the same per token.
         mean_overlong: mean of what was taken off the scores for length; 0 where that is not configured.
@@ -53,8 +54,10 @@ def assign_credit(rows: pa.Table, ppo: PPOConfig, controller: KLController, *, m
 
     Args:
         rows: ``id``, ``score``, ``logprobs``; ``values`` with a critic, ``prompt_index`` where responses to a prompt
-            are compared, ``baseline`` where it is a greedy response's score; ``token_scores`` where functions gave
-            some; ``ref_logprobs`` where a KL term is in use; and ``rollout_logprobs`` where a correction is configured.
+            are compared, ``baseline`` where it is a greedy response's score (with ``baseline_tokens``, its length,
+            where long ones are charged); ``token_scores`` where functions gave some; ``ref_logprobs`` where a KL term
+            is in use; ``rollout_logprobs`` where a correction is configured; and ``finish_reason`` where responses that
+            were cut do not train: they count in their group's mean and in KL, but have no advantage.
             With ``loss_mask``, tokens that the policy did not produce are stepped over, and 0 in every result.
         controller: holds the coefficient of the penalty.
         max_response: tokens that a response may have.
@@ -67,11 +70,10 @@ def assign_credit(rows: pa.Table, ppo: PPOConfig, controller: KLController, *, m
     mask_np[real_np] = flat_mask(rows, "logprobs")
     mask_bt = torch.from_numpy(mask_np)
     scores_b = torch.from_numpy(batch.column(rows, "score").astype(np.float32))
-    overlong_b = torch.zeros_like(scores_b)
-    if ppo.overlong is not None:
-        lengths_b = torch.from_numpy(batch.lengths(rows, "logprobs").copy())
-        overlong_b = overlong_penalty(lengths_b, longest=max_response, buffer=ppo.overlong.buffer)
-        overlong_b = ppo.overlong.penalty * overlong_b
+    trained_bt = mask_bt
+    if ppo.mask_truncated:
+        trained_bt = mask_bt & ~torch.from_numpy(was_cut(rows))[:, None]
+    overlong_b = _overlong(batch.lengths(rows, "logprobs"), ppo, max_response)
     kl_bt = None
     if "ref_logprobs" in rows.column_names:
         reference_bt = torch.from_numpy(batch.pad(rows, "ref_logprobs")[0])
@@ -82,25 +84,34 @@ def assign_credit(rows: pa.Table, ppo: PPOConfig, controller: KLController, *, m
         own_bt = torch.where(mask_bt, torch.from_numpy(batch.pad(rows, "token_scores")[0]), 0.0)
     last_b = scores_b + overlong_b - own_bt.sum(1)
     rewards_bt = token_rewards_bt(last_b, penalised, mask_bt, controller.coef) + own_bt
-    columns = {"rewards": rewards_bt, **_advantages(rows, ppo, rewards_bt, mask_bt)}
+    columns = {"rewards": rewards_bt, **_advantages(rows, ppo, rewards_bt, mask_bt, max_response)}
+    columns["advantages"] = torch.where(trained_bt, columns["advantages"], 0.0)
     if ppo.whitens:
-        columns["advantages"] = whiten(columns["advantages"], mask_bt)
+        columns["advantages"] = whiten(columns["advantages"], trained_bt)
     if ppo.correction_level != "off":
-        trained_bt, drawn_bt = torch.from_numpy(logprobs_np), torch.from_numpy(batch.pad(rows, "rollout_logprobs")[0])
+        actor_bt, drawn_bt = torch.from_numpy(logprobs_np), torch.from_numpy(batch.pad(rows, "rollout_logprobs")[0])
         level, threshold = ppo.correction_level, ppo.correction.threshold
-        columns["correction"] = truncated_weights(trained_bt, drawn_bt, mask_bt, level=level, threshold=threshold)
+        columns["correction"] = truncated_weights(actor_bt, drawn_bt, mask_bt, level=level, threshold=threshold)
     ragged = {name: batch.unpad(x_bt.float().numpy(), real_np) for name, x_bt in columns.items()}
     return Credit(
         table=pa.table({"id": rows.column("id"), **ragged}),
-        loss_tokens=mask_np.sum(axis=1),
+        loss_tokens=trained_bt.sum(1).numpy(),
         mean_kl=0.0 if kl_bt is None else float(kl_bt.sum(1).mean()),
         mean_token_kl=0.0 if kl_bt is None else float(kl_bt.sum() / mask_bt.sum()),
         mean_overlong=float(overlong_b.mean()),
     )
 
 
+def _overlong(lengths: np.ndarray, ppo: PPOConfig, max_response: int) -> torch.Tensor:
+    """What responses of these lengths, int64 [b], are charged for them: [b] float32, at most 0."""
+    if ppo.overlong is None:
+        return torch.zeros(len(lengths))
+    lengths_b = torch.from_numpy(lengths.copy())
+    return ppo.overlong.penalty * overlong_penalty(lengths_b, longest=max_response, buffer=ppo.overlong.buffer)
+
+
 def _advantages(
-    rows: pa.Table, ppo: PPOConfig, rewards_bt: torch.Tensor, mask_bt: torch.Tensor
+    rows: pa.Table, ppo: PPOConfig, rewards_bt: torch.Tensor, mask_bt: torch.Tensor, max_response: int
 ) -> dict[str, torch.Tensor]:
     """``advantages``, not yet whitened, and with a critic ``returns``."""
     if ppo.needs_critic:
@@ -112,5 +123,7 @@ def _advantages(
         return {"advantages": GROUPED[ppo.estimator](rewards_bt, mask_bt, groups_b)}
     if ppo.needs_greedy:
         baselines_b = torch.from_numpy(batch.column(rows, "baseline").copy())
+        if ppo.overlong is not None:
+            baselines_b += _overlong(batch.column(rows, "baseline_tokens"), ppo, max_response)
         return {"advantages": estimators.remax(rewards_bt, mask_bt, baselines_b)}
     return {"advantages": estimators.reinforce_plus_plus(rewards_bt, mask_bt, ppo.gamma)}

@@ -182,7 +182,8 @@ class Run:
             self._dump.write(step, rows)
         self._log.log_samples(_samples(picked(rows), step, "train"))
         self._warn_of_failed_rewards(rows)
-        return batch_metrics(rows, self.config.data.max_prompt, self.config.data.max_response)
+        data, masked = self.config.data, self.config.ppo.mask_truncated
+        return batch_metrics(rows, data.max_prompt, data.max_response, mask_truncated=masked)
 
     def keep_validation(self, step: int, batch: Batch, kind: str) -> Metrics:
         """Log some responses of the validation or the canary (the kind); returns its metrics."""

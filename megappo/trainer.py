@@ -209,6 +209,7 @@ class Trainer:
             out,
             batch.tokens,
             batch.response_tokens,
+            trained=batch.trained_tokens > 0,
             passes=config.ppo.passes,
             peak_tflops=config.run.peak_tflops or peak_tflops(self.cluster.device_name),
         )
@@ -221,10 +222,10 @@ class Trainer:
         """What credit assignment reads beside the essentials, as configured."""
         values = ("values",) if self.cluster.critic is not None else ()
         groups = ("prompt_index",) if self.config.ppo.compares_responses else ()
-        greedy = ("baseline",) if self.config.ppo.needs_greedy else ()
+        cut = ("finish_reason",) if self.config.ppo.mask_truncated else ()
         reference = ("ref_logprobs",) if self.cluster.reference is not None else ()
         correction = ("rollout_logprobs",) if self.config.ppo.correction_level != "off" else ()
-        return (*values, *groups, *greedy, *reference, *correction)
+        return (*values, *groups, *self.config.ppo.greedy_columns, *reference, *correction, *cut)
 
     def credit_metrics(self, credit: Credit, coef: float) -> Metrics:
         """What the rewards were made of."""
@@ -263,6 +264,7 @@ class Trainer:
         pending = [
             self.cluster.trained[role].update(batch, self._steps(batch, ppo.passes(role)), objectives[role], rate)
             for role, rate in rates.items()
+            if batch.trained_tokens.any()  # else all responses were cut
         ]
         out: Metrics = {f"{role}/lr": rate for role, rate in rates.items()}
         for metrics in self.cluster.gather(*pending):
@@ -270,10 +272,12 @@ class Trainer:
         return out
 
     def _steps(self, batch: Batch, passes: int) -> list[np.ndarray]:
-        """The rows of each optimizer step; every pass has a shuffle of its own."""
+        """The rows of each optimizer step that have a token that trains; every pass has a shuffle of its own."""
         seed, size = self.config.run.seed, self.config.ppo.mini_batch
         shuffles = [f"{seed}/{self.step}/{number}" for number in range(passes)]
-        return [np.array(rows) for shuffle in shuffles for rows in mini_batches(len(batch.ids), size, shuffle)]
+        drawn = [np.array(rows) for shuffle in shuffles for rows in mini_batches(len(batch.ids), size, shuffle)]
+        trained = [rows[batch.trained_tokens[rows] > 0] for rows in drawn]
+        return [rows for rows in trained if len(rows)]
 
     def validate(self, *, check: bool = False) -> Metrics:
         """Score the validation prompts, and the canary's, with the current weights.

@@ -170,6 +170,15 @@ def test_every_replay_is_read(project: Project, rows: list[dict[str, object]], m
     assert error.startswith(f"data.replay: bad.parquet{message}")
 
 
+def test_a_replay_without_what_the_estimator_takes(project: Project) -> None:
+    pq.write_table(pa.Table.from_pylist([REPLAY]), "good.parquet")
+    overrides = ("run.steps=1", "data.replay=good.parquet", "roles.critic=null", "ppo.estimator=remax")
+    assert project.report(*overrides, "ppo.overlong.buffer=2").errors == (
+        "data.replay: good.parquet: has no column baseline, baseline_tokens, of greedy responses, which ppo.estimator "
+        "remax takes: give batches that such a run dumped, or choose another estimator",
+    )
+
+
 def test_reward_functions_are_found_without_importing(project: Project) -> None:
     (project.folder / "rewards").mkdir()
     (project.folder / "rewards/__init__.py").write_text("raise RuntimeError('imported')\n")

@@ -168,6 +168,7 @@ def test_a_greedy_response_to_each_prompt_of_the_batch(monkeypatch: pytest.Monke
     table = played.tables[column.ref]  # type: ignore[call-overload]
     assert table.column("id").to_pylist() == found.batch.ids.tolist()
     assert [int(value) for value in table.column("baseline").to_pylist()] == [1, 1, 2, 2, 3, 3]
+    assert table.column("baseline_tokens").to_pylist() == [1] * 6
 
 
 def test_batches_of_dynamic_sampling_are_taken_up_by_engines_that_draw_all_the_time(

@@ -102,6 +102,42 @@ def test_long_responses_are_charged_on_their_last_token() -> None:
     assert credit.mean_overlong == -0.75
 
 
+def test_remax_charges_the_greedy_response_for_its_length_too() -> None:
+    """The same text, sampled and greedy, has no advantage, however long; a longer one than the greedy has less."""
+    rows = by_hand().append_column("baseline", pa.array([2.0, -1.0], pa.float32()))
+    rows = rows.append_column("baseline_tokens", pa.array([3, 4], pa.int64()))
+    ppo = replace(PPO, estimator="remax", overlong=OverlongConfig(buffer=2, penalty=3.0), kl=KLConfig(in_reward=False))
+    credit = credit_of(rows, ppo, FIXED)
+    assert lists(credit.table, "advantages") == [[0.0, 0.0, 0.0], [3.0]]  # the second is within 1 token, not 4
+    assert ppo.greedy_columns == ("baseline", "baseline_tokens")
+
+
+@pytest.mark.parametrize("whitens", [False, True])
+def test_responses_that_were_cut_do_not_train(whitens: bool) -> None:
+    """They count in their group's mean, and in nothing that trains: not in whitening either."""
+    rows = pa.table(
+        {
+            "id": pa.array([0, 1, 2], pa.int64()),
+            "prompt_index": pa.array([8, 8, 8], pa.int64()),
+            "score": pa.array([2.0, 0.0, 4.0], pa.float32()),
+            "logprobs": ragged([-1.0, -3.0], [-1.0, -1.0, -1.0, -1.0], [-1.0]),
+            "finish_reason": ["stop", "length", "stop"],
+        }
+    )
+    ppo = replace(
+        PPO, estimator="dr_grpo", mask_truncated=True, whiten_advantages=whitens, kl=KLConfig(in_reward=False)
+    )
+    credit = credit_of(rows, ppo, FIXED)
+    plain = np.array([0.0, 0.0, 2.0])  # 2 and 4 less their mean with the one that was cut
+    white = (plain - plain.mean()) / plain.std(ddof=1)
+    expected = white if whitens else plain
+    assert batch.split_rows(credit.table, "advantages")[1].tolist() == [0.0] * 4
+    found = batch.flat(credit.table, "advantages")[[0, 1, 6]]
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert credit.loss_tokens.tolist() == [2, 0, 1]
+    assert credit_of(rows, replace(ppo, mask_truncated=False), FIXED).loss_tokens.tolist() == [2, 4, 1]
+
+
 def test_whitening_is_over_all_tokens_and_leaves_returns_alone() -> None:
     plain = credit_of(by_hand(), PPO, FIXED)
     white = credit_of(by_hand(), replace(PPO, whiten_advantages=True), FIXED)

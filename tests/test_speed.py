@@ -23,6 +23,7 @@ def test_forward_and_training() -> None:
         {"timing_s/old_log_prob": 2.0, "timing_s/update_actor": 4.0, "timing_s/values": 1.0, "timing_s/gen": 1.0},
         np.array([3, 2]),
         np.array([2, 1]),
+        trained=np.array([True, True]),
         passes=lambda role: 2,
         peak_tflops=1e-9,
     )
@@ -35,8 +36,24 @@ def test_forward_and_training() -> None:
         {"timing_s/update_actor": 4.0},
         np.array([3, 2]),
         np.array([2, 1]),
+        trained=np.array([True, True]),
         passes=lambda role: 2,
         peak_tflops=None,
     )
     assert frozen == {"perf/tflops/update_actor": pytest.approx(4 * (body + head) / 4 / 2 / 1e12)}
     assert "perf/tflops/gen" not in found and "perf/tflops/ref" not in found
+
+
+def test_rows_that_do_not_train_are_in_no_update() -> None:
+    found = speed_metrics(
+        {"actor": Worker(SHAPE, devices=1)},
+        {"timing_s/old_log_prob": 1.0, "timing_s/update_actor": 1.0},
+        np.array([3, 2]),
+        np.array([2, 1]),
+        trained=np.array([False, True]),
+        passes=lambda role: 1,
+        peak_tflops=None,
+    )
+    body, head = 68 * 2 + 2 * 2 * 4, 2 * 2 * 10
+    assert found["perf/tflops/update_actor"] == pytest.approx(3 * (body + head) / 1e12)
+    assert found["perf/tflops/old_log_prob"] == pytest.approx((body + 68 * 3 + 2 * 2 * 9 + 3 * head) / 1e12)

@@ -59,6 +59,18 @@ def test_tokens_that_the_policy_did_not_produce_are_in_the_lengths_only() -> Non
     }
 
 
+def test_responses_that_do_not_train_are_in_no_advantages_and_values() -> None:
+    found, whole = batch_metrics(rows(), 4, 3, mask_truncated=True), batch_metrics(rows(), 4, 3)
+    assert (found["critic/advantages/max"], found["critic/returns/mean"], found["critic/values/min"]) == (
+        -1.0,
+        3.0,
+        1.0,
+    )
+    others = {name for name in whole if found[name] == whole[name]}
+    of_training = ("critic/advantages", "critic/returns", "critic/values", "critic/vf")
+    assert {name for name in whole if not name.startswith(of_training)} <= others
+
+
 def test_batch_metrics() -> None:
     found = batch_metrics(rows().select(BATCH_COLUMNS), max_prompt=4, max_response=3)
     expected = {

@@ -83,7 +83,7 @@ def dapo_goes_on(folder: Path) -> None:
     command = Command(
         folder,
         *("run.steps=9", "run.validate_every=1", "run.keep_checkpoints=1", f"run.keep_best.metric={core}"),
-        *("ppo.dynamic_sampling.max_rounds=9", "ppo.overlong.buffer=4", "ppo.loss=gspo"),
+        *("ppo.dynamic_sampling.max_rounds=9", "ppo.overlong.buffer=4", "ppo.loss=gspo", "ppo.mask_truncated=true"),
         "ppo.guards={long: {metric: response_length/mean, above: 0, for_steps: 2, action: stop}}",
     )
     assert command.wait() == 1, command.text
@@ -98,6 +98,9 @@ def dapo_goes_on(folder: Path) -> None:
         over = np.clip(batch.lengths(rows, "response_ids") - 5, 0, 4) / 4  # of 9 tokens, the last 4
         rewards = [row.sum() for row in batch.split_rows(rows, "rewards")]
         np.testing.assert_allclose(rewards, scores.reshape(-1) - over, atol=1e-6)
+        cut = np.array([reason == "length" for reason in rows.column("finish_reason").to_pylist()])
+        moved = np.array([row.any() for row in batch.split_rows(rows, "advantages")])
+        assert cut.any() and not moved[cut].any() and moved.any()
         metrics = read_log(folder / "run")[step]["metrics"]
         assert metrics["reward/overlong_penalty/mean"] == pytest.approx(-over.mean())
         position += int(metrics["train/sampled_prompts"])

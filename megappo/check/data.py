@@ -65,9 +65,16 @@ def replay_findings(config: Config) -> Iterator[str]:
             limits = None
         for path in replay:
             try:
-                load_replay(path, limits)
+                columns = load_replay(path, limits).column_names
             except DataError as error:
                 yield f"data.replay: {error}"
+                continue
+            if missing := [name for name in config.ppo.greedy_columns if name not in columns]:
+                yield (
+                    f"data.replay: {path}: has no column {', '.join(missing)}, of greedy responses, which "
+                    f"ppo.estimator {config.ppo.estimator} takes: give batches that such a run dumped, or choose "
+                    "another estimator"
+                )
     if replay and len(replay) < config.run.steps:
         yield (
             f"data.replay: {len(replay)} file{'s' if len(replay) > 1 else ''} for the {config.run.steps} steps of "

@@ -111,6 +111,11 @@ class PPOConfig:
         at_least=0,
     )
     overlong: OverlongConfig | None = key("penalty on responses near data.max_response; null: none", None)
+    mask_truncated: bool = key(
+        "leave responses that were cut at data.max_response out of the losses of actor and critic, as DAPO's overlong "
+        "filtering; false: they count as ended there, with a value of 0 after their last token",
+        False,
+    )
     dynamic_sampling: DynamicSamplingConfig | None = key(
         "train on prompts whose responses differ in score only; null: on all", None
     )
@@ -153,6 +158,12 @@ class PPOConfig:
     def needs_greedy(self) -> bool:
         """Whether advantages take a greedy response to each prompt."""
         return self.estimator == "remax"
+
+    @property
+    def greedy_columns(self) -> tuple[str, ...]:
+        """What advantages take of the greedy response to each prompt."""
+        lengths = () if self.overlong is None else ("baseline_tokens",)
+        return ("baseline", *lengths) if self.needs_greedy else ()
 
     @property
     def whitens(self) -> bool:

@@ -55,3 +55,8 @@ def row_counts(mask: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64]) -> n
     upto = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
     ends = np.cumsum(lengths)
     return upto[ends] - upto[ends - lengths]
+
+
+def was_cut(rows: pa.Table) -> npt.NDArray[np.bool_]:
+    """Whether each response came to its limit before its end, bool [rows], by ``finish_reason``."""
+    return np.array([reason == "length" for reason in rows.column("finish_reason").to_pylist()], dtype=bool)

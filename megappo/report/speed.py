@@ -57,6 +57,7 @@ def speed_metrics(
     tokens: np.ndarray,
     response_tokens: np.ndarray,
     *,
+    trained: np.ndarray,
     passes: Callable[[str], int],
     peak_tflops: float | None,
 ) -> dict[str, float]:
@@ -66,6 +67,7 @@ def speed_metrics(
         workers: by role.
         times: ``timing_s/<phase>`` in seconds.
         tokens, response_tokens: of each row.
+        trained: whether each row is in the updates.
         passes: of each trained role over the batch, in an update.
         peak_tflops: of one device.
     """
@@ -74,8 +76,9 @@ def speed_metrics(
         seconds, worker = times.get(f"timing_s/{phase}", 0.0), workers.get(role)
         if worker is None or seconds <= 0:
             continue
-        head_tokens = 0 if worker.scalar_head else int(response_tokens.sum())
-        forward = forward_flops(worker.shape, tokens.tolist(), head_tokens)
+        rows = trained if trains else np.ones_like(trained)
+        head_tokens = 0 if worker.scalar_head else int(response_tokens[rows].sum())
+        forward = forward_flops(worker.shape, tokens[rows].tolist(), head_tokens)
         backward = FROZEN_BACKWARD if worker.frozen else BACKWARD
         flops = forward * (1 + backward) * passes(role) if trains else forward
         out[f"perf/tflops/{phase}"] = flops / seconds / worker.devices / 1e12

@@ -11,7 +11,7 @@ import pyarrow as pa
 import torch
 
 from megappo.data import batch
-from megappo.data.loss_mask import LOSS_MASK, flat_mask
+from megappo.data.loss_mask import LOSS_MASK, flat_mask, was_cut
 from megappo.ppo.explained_variance import explained_variance
 from megappo.report.reward_extras import reward_extras
 
@@ -39,23 +39,27 @@ def summary(name: str, values: np.ndarray) -> Metrics:
     }
 
 
-def batch_metrics(rows: pa.Table, max_prompt: int, max_response: int) -> Metrics:
+def batch_metrics(rows: pa.Table, max_prompt: int, max_response: int, *, mask_truncated: bool = False) -> Metrics:
     """Metrics of a training batch.
 
     Lengths, scores, rewards, advantages, returns, values; how far the engine's probabilities of its own tokens are from
     the trainer's; how many rewards failed; ``reward/<name>/mean`` of what reward functions returned beside the score;
     the mean score of greedy responses where they are the baseline; and with ``loss_mask`` the share of response tokens
     that the policy produced. Tokens of others are in the lengths only.
+
+    Args:
+        mask_truncated: responses that were cut do not train: advantages, returns and values are those of the others.
     """
     prompts, responses = batch.lengths(rows, "prompt_ids"), batch.lengths(rows, "response_ids")
     rewards = np.array([row.sum() for row in batch.split_rows(rows, "rewards")])
     mask = flat_mask(rows, "response_ids")
-    cut = np.array([reason == "length" for reason in rows.column("finish_reason").to_pylist()])
+    cut = was_cut(rows)
+    trained = mask & ~cut.repeat(responses) if mask_truncated else mask
     out = {
         **summary("critic/score", batch.column(rows, "score")),
         **summary("critic/rewards", rewards),
-        **summary("critic/advantages", batch.flat(rows, "advantages")[mask]),
-        **_value_metrics(rows, mask),
+        **summary("critic/advantages", batch.flat(rows, "advantages")[trained]),
+        **_value_metrics(rows, trained),
         **summary("response_length", responses),
         "response_length/clip_ratio": float(cut.mean()),
         **summary("prompt_length", prompts),
