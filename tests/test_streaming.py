@@ -136,8 +136,19 @@ def test_a_death_while_some_are_waited_for_ends_the_turn_with_what_the_living_ha
     (at, streaming) = scene
     start(streaming)
     at.dead = {0}
-    assert ids(streaming.wait(np.array([0, 2]))) == [3, 6, 7]  # 2 was handed over, and is drawn again
+    found = streaming.wait(np.array([0, 2]))
+    assert ids(found) == [2, 3, 6, 7]
+    ended = dict(zip(found.column("id").to_pylist(), found.column("finish_reason").to_pylist(), strict=True))
+    assert ended[2] == "stop" and ended[3] is None  # what the living had handed over is not drawn again
     assert not streaming.is_running
+
+
+def test_what_was_waited_for_before_a_death_is_not_given_twice(scene: tuple[Scene, Streaming]) -> None:
+    (at, streaming) = scene
+    start(streaming)
+    assert ids(streaming.wait(np.array([1, 3]))) == [1, 3]
+    at.dead = {0}
+    assert ids(streaming.wait(np.array([0, 2]))) == [2, 6, 7]
 
 
 def test_a_death_while_others_work_costs_its_responses_alone(scene: tuple[Scene, Streaming]) -> None:

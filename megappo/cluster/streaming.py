@@ -24,7 +24,7 @@ COLUMNS = ("prompt_ids", "response_ids", "rollout_logprobs", "token_versions")
 
 @dataclass
 class _Share:
-    """What an engine is at in a turn, and its calls: the one that draws first."""
+    """What an engine is at in a turn, and its calls whose rows are still to be taken: the one that draws first."""
 
     member: Member
     ids: np.ndarray
@@ -87,28 +87,27 @@ class Streaming:
         except WorkerLost as loss:
             self._serving.survive(loss)
             return self.stop()
+        for share in self._shares.values():
+            del share.calls[1:]
         return _joined(tables)
 
     def stop(self) -> pa.Table:
-        """End the turn: all of its responses that :meth:`wait` did not give, done or not.
+        """End the turn: all of its responses that :meth:`wait` did not return, done or not.
 
         Raises:
             WorkerLost: more engines died than may be replaced, or other workers.
         """
-        stops = {rank: self._call(share.member, "stop", beside=True) for rank, share in self._shares.items()}
-        for rank, call in stops.items():
-            self._calls.limit(self._shares[rank].calls[0])
-            self._shares[rank].calls.append(call)
+        for share in self._shares.values():
+            self._calls.limit(share.calls[0])
+            share.calls.append(self._call(share.member, "stop", beside=True))
         while True:
-            ending = [Pending((share.calls[0], stops[rank]), list) for rank, share in self._shares.items()]
             try:
-                ended = self._calls.gather(*ending)
+                ended = self._calls.gather(*(Pending(tuple(share.calls), list) for share in self._shares.values()))
                 break
             except WorkerLost as loss:
                 self._serving.survive(loss)
-        self._calls.forget(call for share in self._shares.values() for call in share.calls)
         self._shares = {}
-        return _joined([rows for rows, _ in ended])
+        return _joined([rows for *tables, _ in ended for rows in tables])
 
     def _lose(self, dead: Collection[int]) -> None:
         for rank in [*self._shares]:
