@@ -91,6 +91,7 @@ class Run:
         self._remote = RemoteSide(config.run, self.checkpoints, self.console, lambda: run_findings(config))
         self._log = RunLog(self.folder)
         self._trackers: Trackers | None = None
+        self._began_at: int | None = None
         stored = self.folder / "config.yaml"
         resumes = self.checkpoints.latest() is not None and stored.is_file()
         self._changes = changed_settings(stored.read_text(), dump_config(config)) if resumes else []
@@ -149,6 +150,8 @@ class Run:
             validated: whether it was concluded; if not, its validation and its line in the log come again as well.
         """
         self._log.truncate_after(-1 if resumed_at is None else resumed_at, validated=validated)
+        if self._began_at is None:
+            self._began_at = resumed_at or 0
         if self._trackers is not None:  # the run starts over
             self._trackers.close()
         self._trackers = Trackers(
@@ -215,13 +218,13 @@ class Run:
         """Say how it went and write the report."""
         self.console.finish(f"report: {write_report(self.folder)}")
 
-    def stopped(self, step: int, *, since: int) -> None:
+    def stopped(self, step: int) -> None:
         """Say that the run ends here as it was asked to, with a checkpoint of this step.
 
         Raises:
-            NoProgress: it began at this very step, so that ending and starting over would go on forever.
+            NoProgress: this command began at this very step, so that ending and starting it again would go on forever.
         """
-        if step == since:
+        if step == self._began_at:
             raise NoProgress(
                 "asked to stop (SIGUSR1) before a single step was done: give it more time, or ask later before its end"
             )

@@ -73,14 +73,14 @@ def _train_until_stopped(config: Config, run: Run, stop: StopRequest) -> bool:
         trainer.resume()
         if trainer.step == 0 and config.run.validate_before:
             run.log(0, trainer.validate(check=True))
-        began_at, saved = trainer.step, True
+        saved = True
         while trainer.step < config.run.steps:
             if stop.asked and saved:
-                run.stopped(trainer.step, since=began_at)
+                run.stopped(trainer.step)
                 return False
             saved = trainer.train_step()
         if not run.is_finished:  # for want of time the last step was not validated
-            run.stopped(trainer.step, since=began_at)
+            run.stopped(trainer.step)
             return False
     return True
 

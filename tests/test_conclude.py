@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,14 @@ import pytest
 from small_run import log_steps, make_run_folder
 
 from megappo import trainer as loop
+from megappo.cluster.calls import WorkerLost
 from megappo.config import load_config
 from megappo.oversight import StoppedByGuard
 from megappo.report.run_log import read_log, read_samples
 from megappo.report.step_metrics import Metrics
+from megappo.restarts import with_restarts
 from megappo.run import Run
-from megappo.stop_request import StopRequest
+from megappo.stop_request import NoProgress, StopRequest
 
 METRIC = "val-core/arithmetic/acc/mean@1"
 SCORES = {1: 0.25, 2: 0.75, 3: 0.5, 4: 0.625}
@@ -64,10 +67,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """Begin or resume a run: ``start(name, stop after step, overrides)``; whether it went to its end."""
+    """Begin or resume a run: ``start(name, stop after step, overrides)``; whether it went to its end.
+
+    With ``loses`` a worker is lost in that step, after the signal.
+    """
     monkeypatch.chdir(project)
 
-    def begin(name: str, until: int | None, *overrides: str, dies: bool = False) -> bool:
+    def begin(name: str, until: int | None, *overrides: str, dies: bool = False, loses: bool = False) -> bool:
         config = load_config("config.yaml", [*RUN, f"run.dir={tmp_path / name}", "ppo.guards={}", *overrides])
         stop = StopRequest()
 
@@ -78,6 +84,8 @@ def start(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
             def ask_and_step() -> bool:
                 if made.step + 1 == until:
                     stop.ask()
+                    if loses:
+                        raise WorkerLost("a worker died")
                 return step()
 
             made.train_step = ask_and_step  # type: ignore[method-assign]
@@ -86,7 +94,8 @@ def start(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
         monkeypatch.setattr(loop, "Trainer", driver)
         monkeypatch.setattr(loop, "Cluster", lambda *args: nullcontext())
         with Run(config) as run:
-            return run.is_finished or loop._train_until_stopped(config, run, stop)
+            attempt = partial(loop._train_until_stopped, config, run, stop)
+            return with_restarts(attempt, run, config.run.restarts)
 
     yield begin
 
@@ -131,6 +140,17 @@ def test_a_step_without_validation_is_concluded_at_once(start: Any, tmp_path: Pa
     assert "unvalidated" not in (tmp_path / "odd/checkpoints/step_3/trainer.json").read_text()
     assert not start("blind", 2, "data.validation=[]", "data.canary=[]")
     assert log_steps(tmp_path / "blind") == [1, 2]
+
+
+def test_a_signal_and_a_loss_in_one_step_end_the_run_at_the_checkpoint_before(start: Any, tmp_path: Path) -> None:
+    """What counts is what the command has done, not what it did since it last started over."""
+    often = ("run.save_every=1", "run.restarts=1")
+    assert not start("lost", 3, *often, loses=True)
+    assert log_steps(tmp_path / "lost") == [1, 2]
+    with pytest.raises(NoProgress):
+        start("lost", 3, *often, loses=True)
+    assert start("lost", None, *often)
+    assert log_steps(tmp_path / "lost") == [1, 2, 3, 4]
 
 
 def test_a_guard_that_ends_the_run_when_it_goes_on_ends_it_once(start: Any, tmp_path: Path) -> None:
