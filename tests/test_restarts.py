@@ -193,6 +193,25 @@ def test_a_death_that_is_noticed_while_others_train(monkeypatch: pytest.MonkeyPa
     assert at.weights.events == ["reconnect", "sync 4"]
 
 
+def test_what_is_generated_ahead_is_never_asked_of_an_engine_that_got_later_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second round is begun when the actor has trained: a successor would get what that made of the weights."""
+    at = scene(monkeypatch)
+    first = at.begin(ahead=True)
+    at.serving.survive(died(1))
+    at.serving.finish(first)
+    assert at.serving.finish(at.begin(ahead=True)) == [
+        (0, "generate ('a',)"),
+        (0, "generate ('b',)"),
+        (2, "generate ('c',)"),
+    ]
+    assert at.weights.events == []
+    at.serving.sync_weights(5)
+    assert at.generate() == [(0, "generate ('a',)"), (1, "generate ('b',)"), (2, "generate ('c',)")]
+    assert at.weights.events == ["reconnect", "sync 5"]
+
+
 @pytest.mark.parametrize("loss", [died(0, 1, 2), died(0, role="actor"), WorkerLost("no answer")])
 def test_too_many_or_others_end_it(monkeypatch: pytest.MonkeyPatch, loss: WorkerLost) -> None:
     at = scene(monkeypatch, loss)

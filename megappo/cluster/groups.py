@@ -165,10 +165,6 @@ class RolloutGroup(Group):
         shares = [(rows, sampling, number, version) for rows, number in zip(selected, seeds, strict=True)]
         return Generation(tuple(shares), combine)
 
-    def generate(self, generation: Generation) -> Pending[Batch]:
-        """Start to generate, a share on each engine."""
-        return self.each("generate", lambda engine: generation.shares[engine], generation.combine)
-
     def ask(
         self, method: str, arguments: Callable[[int], Sequence[Any]], combine: Callable[[list[Any]], Any] = list
     ) -> Pending[Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 import ray
@@ -70,14 +71,17 @@ class Serving:
         self._losing.append(told)
 
     def begin(self, asked: Callable[[RolloutGroup], Generation], version: int, *, ahead: bool = False) -> Flight:
-        """Start to generate with weights of this version, which the actor has.
+        """Start to generate with weights of this version.
 
         Args:
-            ahead: the actor trains meanwhile, so that a successor could not get these weights from it.
+            ahead: the actor trains meanwhile, or has trained already. Its weights are not these then, and successors
+                of dead engines, which would get them, stay out. Otherwise it has these weights.
         """
-        self._put_into_service(version)
+        if not ahead:
+            self._put_into_service(version)
         generation = asked(self.group)
-        flight = Flight(generation, version, ahead, self.group.generate(generation))
+        calls = self._ask(generation, range(len(generation.shares)))
+        flight = Flight(generation, version, ahead, Pending(tuple(calls), generation.combine))
         self._flights.append(flight)
         return flight
 
@@ -139,18 +143,22 @@ class Serving:
         dead = {place.rank for place in loss.died}
         calls = list(flight.pending.calls)
         self._calls.forget(call for call in calls if call.place.rank in dead)
-        if not (serving := self._in_service()):
+        if not self._in_service():
             if flight.ahead:
                 raise loss
             self._put_into_service(flight.version)
-            serving = self._in_service()
         lost = [share for share, call in enumerate(calls) if call.place.rank in dead]
-        for turn, share in enumerate(lost):
-            calls[share] = self._ask(serving[turn % len(serving)], flight.generation.shares[share])
+        for share, call in zip(lost, self._ask(flight.generation, lost), strict=True):
+            calls[share] = call
         flight.pending = Pending(tuple(calls), flight.pending.combine)
 
-    def _ask(self, member: Member, share: tuple[Any, ...]) -> Call:
-        return self._calls.start(member.place, "generate", member.actor.generate.remote(*share))
+    def _ask(self, generation: Generation, shares: Iterable[int]) -> Iterator[Call]:
+        """Ask for shares: each of the engine of its number, or by turns of those that are in service."""
+        serving = {member.place.rank: member for member in self._in_service()}
+        others = cycle(serving.values())
+        for share in shares:
+            member = serving.get(share) or next(others)
+            yield self._calls.start(member.place, "generate", member.actor.generate.remote(*generation.shares[share]))
 
     def _in_service(self) -> list[Member]:
         return [member for rank, member in enumerate(self.group.members) if rank not in self._successors]
