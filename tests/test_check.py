@@ -407,6 +407,10 @@ WARNINGS: dict[str, tuple[tuple[str, ...], str]] = {
         ("ppo.critic_updates=2", "ppo.estimator=rloo", "roles.critic=null"),
         "ppo.critic_updates: 2 has no effect without a critic: set 1",
     ),
+    "optimizer of no critic": (
+        ("ppo.critic_optimizer={}", "ppo.estimator=rloo", "roles.critic=null"),
+        "ppo.critic_optimizer: has no effect without a critic: leave it out",
+    ),
     "a guard at the end": (
         ("ppo.guards={a: {metric: val-core/a/acc/mean@1, below: 1}}",),
         "ppo.guards.a.metric: val-core/a/acc/mean@1 is logged at the end only: set run.validate_every",

@@ -75,7 +75,7 @@ def ppo_findings(config: Config) -> Iterator[str]:
             "data.max_response: lower it"
         )
     if not ppo.needs_critic and ppo.critic_optimizer is not None:
-        yield "ppo.critic_optimizer: there is no critic to train: leave it out"
+        yield Advice("ppo.critic_optimizer: has no effect without a critic: leave it out")
     if not ppo.needs_critic and ppo.critic_updates > 1:
         yield Advice(f"ppo.critic_updates: {ppo.critic_updates} has no effect without a critic: set 1")
     yield from _guard_findings(config)
