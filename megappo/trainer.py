@@ -102,8 +102,13 @@ class Trainer:
         self.oversight = Oversight(config)
         self.moments = Moments()
         self.collector = batch_source(config, cluster, run.train_prompts)
-        temperature = config.roles.rollout.validation_temperature
-        self.validation_sampling = Sampling(temperature, 1.0, -1, config.data.max_response)
+        rollout = config.roles.rollout
+        self.validation_sampling = Sampling(
+            rollout.validation_temperature,
+            rollout.validation_top_p,
+            rollout.validation_top_k,
+            config.data.max_response,
+        )
 
     def train_step(self) -> bool:
         """One step, with validation and checkpoint where they are due; in the end it is in the log.

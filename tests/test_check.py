@@ -82,6 +82,10 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
         ("ppo.overlong.buffer=17",),
         "ppo.overlong.buffer: 17 is more than the 16 tokens of data.max_response: lower it",
     ),
+    "a stop token that is none": (
+        ("roles.rollout.stop_token_ids=[3, 100]",),
+        "roles.rollout.stop_token_ids: 100: the actor's model has tokens 0 to 99 only: leave it out",
+    ),
     "a guard without a limit": (
         ("ppo.guards={kl: {metric: actor/ppo_kl}}",),
         "ppo.guards.kl: has no limit: give above, below or both",
@@ -359,6 +363,11 @@ WARNINGS: dict[str, tuple[tuple[str, ...], str]] = {
         ("roles.rollout.top_k=50",),
         "roles.rollout.top_k: 50 samples from a truncated distribution, while log-probabilities, ratios and KL are of "
         "the full one, so that training is biased: set -1",
+    ),
+    "greedy, cut": (
+        ("roles.rollout.validation_top_k=20",),
+        "roles.rollout.validation_top_k: has no effect, as roles.rollout.validation_temperature 0 is greedy: give a "
+        "number > 0 there, or leave it out",
     ),
     "slow rewards": (  # 8 prompts of 4 samples in 2 processes
         ("run.timeout_s=159",),

@@ -31,6 +31,7 @@ from megappo.workers.settings import EngineSettings, RoleSettings, Sampling
 pytestmark = pytest.mark.runs
 
 SAMPLING = Sampling(temperature=0.8, top_p=1.0, top_k=-1, max_response=12)
+STOP = 7
 MEAN_TOLERANCE = 1e-3
 
 
@@ -168,6 +169,7 @@ def start_engine(model: str, tp: int, folder: Path, *, repacks: bool = False, dt
         on_cuda=False,
         sleep="off",
         seed=0,
+        stop_token_ids=(STOP,),
     )
     return Engine(settings, folder / f"engine-{Path(model).name}{repacks}.log", repacks=repacks)
 
@@ -200,6 +202,14 @@ def same(a: pa.Table, b: pa.Table) -> bool:
     """Equal tokens, and equal log-probabilities to the last bit."""
     names = ("id", "response_ids", "rollout_logprobs", "finish_reason")
     return a.select(names).equals(b.select(names))
+
+
+def test_a_token_of_the_configuration_ends_a_response(case: Case) -> None:
+    rows = generate(case.cold)
+    ended = [row for row in rows.to_pylist() if STOP in row["response_ids"]]
+    assert ended
+    assert all(row["response_ids"].index(STOP) == len(row["response_ids"]) - 1 for row in ended)
+    assert {row["finish_reason"] for row in ended} == {"stop"}
 
 
 def test_warm_update_equals_cold_load(case: Case) -> None:

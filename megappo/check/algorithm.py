@@ -21,6 +21,13 @@ def sampling_findings(config: Config) -> Iterator[str]:
                 f"roles.rollout.{key}: {value} samples from a truncated distribution, while log-probabilities, ratios "
                 f"and KL are of the full one, so that training is biased: set {off}"
             )
+    if rollout.validation_temperature == 0:
+        for key, cuts in (("top_p", rollout.validation_top_p < 1), ("top_k", rollout.validation_top_k > 0)):
+            if cuts:
+                yield Advice(
+                    f"roles.rollout.validation_{key}: has no effect, as roles.rollout.validation_temperature 0 is "
+                    "greedy: give a number > 0 there, or leave it out"
+                )
 
 
 def ppo_findings(config: Config) -> Iterator[str]:

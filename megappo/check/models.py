@@ -61,6 +61,12 @@ def end_of_text_findings(config: Config, specs: Mapping[str, ModelSpec]) -> Iter
     folder = config.model_folder("actor")
     if folder not in specs:  # which is an error already
         return
+    size = specs[folder].vocab_size
+    if unknown := [str(token) for token in config.roles.rollout.stop_token_ids if token >= size]:
+        yield (
+            f"roles.rollout.stop_token_ids: {', '.join(unknown)}: the actor's model has tokens 0 to {size - 1} only: "
+            "leave it out"
+        )
     label = "roles.actor.model" if config.roles.actor.model else "model"
     try:
         if not end_of_text_ids(folder):

@@ -205,4 +205,5 @@ class Cluster(Processes):
             on_cuda=config.run.device == "cuda",
             sleep=rollout.sleep if sleeping else "off",
             seed=config.run.seed,
+            stop_token_ids=rollout.stop_token_ids,
         )

@@ -83,6 +83,12 @@ class RolloutConfig:
     temperature: float = key("sampling temperature; 0: greedy", 1.0, at_least=0)
     top_p: float = key("probability mass that is sampled from", 1.0, above=0, at_most=1)
     top_k: int = key("number of likeliest tokens that are sampled from; -1: all", -1, at_least=-1)
+    stop_token_ids: tuple[int, ...] = key(
+        "tokens that end a response, besides those that the model's generation_config.json, config.json and tokenizer "
+        "name",
+        (),
+        at_least=0,
+    )
     max_sequences: int = key("sequences one engine decodes at once", 256, at_least=1)
     memory_fraction: float = key("part of a GPU's memory that an engine may take", 0.9, above=0, at_most=1)
     kv_cache_gib: float = key("key/value cache of an engine on CPU, in GiB", 1.0, above=0)
@@ -97,6 +103,8 @@ class RolloutConfig:
     )
     transport: Carrier = key("what carries new weights: chosen by where the ranks are, or gloo in any case", "auto")
     validation_temperature: float = key("sampling temperature in validation; 0: greedy", 0.0, at_least=0)
+    validation_top_p: float = key("probability mass that validation samples from", 1.0, above=0, at_most=1)
+    validation_top_k: int = key("number of likeliest tokens that validation samples from; -1: all", -1, at_least=-1)
     validation_samples: int = key("responses sampled for each validation prompt", 1, at_least=1)
 
 

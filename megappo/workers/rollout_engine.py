@@ -37,7 +37,7 @@ class RolloutEngine:
         from vllm import LLM
 
         self.settings = settings
-        self.stop_ids = end_of_text_ids(settings.folder)
+        self.stop_ids = sorted({*end_of_text_ids(settings.folder), *settings.stop_token_ids})
         self.weight_version: int | None = 0
         self._updates = 0
         device_options: dict[str, Any] = (
@@ -77,7 +77,7 @@ class RolloutEngine:
             version: of the weights that the caller means to sample from.
 
         Returns:
-            ``id``, ``response_ids`` (the end-of-text token included), ``rollout_logprobs`` (float32, nats, of the
+            ``id``, ``response_ids`` (the token that ended it included), ``rollout_logprobs`` (float32, nats, of the
             distribution that was sampled from), ``finish_reason`` ("stop" or "length"), ``weight_version``.
 
         Raises:

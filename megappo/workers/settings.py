@@ -73,6 +73,7 @@ class EngineSettings:
         on_cuda: whether it runs on GPUs.
         sleep: between generations: "off", "offload" (weights to the host) or "drop" (they come anew by a sync).
         seed: of the engine; requests carry their own.
+        stop_token_ids: tokens that end a response, besides the model's end-of-text tokens.
     """
 
     folder: str
@@ -85,6 +86,7 @@ class EngineSettings:
     on_cuda: bool
     sleep: str
     seed: int
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
