@@ -18,6 +18,8 @@ FILES = "files"
 """In the trainer's state: the size of every other file of the checkpoint, in bytes."""
 PARTIAL = ".partial"
 BEST = "best"
+DATA = "data"
+"""In the trainer's state: fingerprint of what the run trains on. Checkpoints of earlier versions have none."""
 UNVALIDATED = "unvalidated"
 """In the trainer's state, where the step's validation is still to come: its metrics so far, which no log has yet."""
 

@@ -13,10 +13,11 @@ import numpy as np
 import pyarrow as pa
 
 from megappo.check.run_folder import run_findings
-from megappo.checkpoints import UNVALIDATED, Checkpoints
+from megappo.checkpoints import DATA, UNVALIDATED, Checkpoints
 from megappo.cluster.dataflow import Batch
 from megappo.config import Config, RunConfig, dump_config
 from megappo.data import batch as rows_of
+from megappo.data.fingerprint import fingerprint, require_same
 from megappo.data.loss_mask import LOSS_MASK
 from megappo.data.prompts import PromptSet, load_prompts
 from megappo.remote.run import RemoteSide
@@ -46,6 +47,7 @@ class Run:
 
     Attributes:
         train_prompts: the prompts to train on.
+        data_fingerprint: of them.
         watched_prompts: those of the "validation" and the "canary", where there are any.
         data_sources: all that occur in them.
         console: tells a person what is going on.
@@ -56,7 +58,7 @@ class Run:
         """Lock and open the folder, and read the data.
 
         Raises:
-            RunInUse, DataError: with words for the user.
+            RunInUse, DataError, DamagedCheckpoint: with words for the user.
         """
         self.config = config
         self.folder = config.run.folder
@@ -88,12 +90,15 @@ class Run:
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints", config.run.keep_checkpoints, before_naming=self._dump.wait
         )
+        self.data_fingerprint = fingerprint(self.train_prompts.texts())
+        if (latest := self.checkpoints.latest()) is not None:
+            require_same(self.checkpoints.read_state(latest).get(DATA), self.data_fingerprint, self.folder)
         self._remote = RemoteSide(config.run, self.checkpoints, self.console, lambda: run_findings(config))
         self._log = RunLog(self.folder)
         self._trackers: Trackers | None = None
         self._began_at: int | None = None
         stored = self.folder / "config.yaml"
-        resumes = self.checkpoints.latest() is not None and stored.is_file()
+        resumes = latest is not None and stored.is_file()
         self._changes = changed_settings(stored.read_text(), dump_config(config)) if resumes else []
         write_whole(stored, dump_config(config))
         write_whole(self.folder / VERSIONS_NAME, versions())

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from megappo.check.supervised import supervised_folder_findings
-from megappo.checkpoints import Checkpoints
+from megappo.checkpoints import DATA, Checkpoints
 from megappo.cluster.calls import Pending
 from megappo.cluster.dataflow import TableRef, batch_of, get_table
 from megappo.cluster.training import TrainingCluster
 from megappo.config import SupervisedConfig, Task, dump_config
 from megappo.data import batch as rows_of
 from megappo.data.examples import Examples, load_pairs, load_responses
+from megappo.data.fingerprint import require_same
 from megappo.data.order import PromptOrder
 from megappo.ppo.schedule import learning_rate
 from megappo.remote.run import RemoteSide
@@ -94,7 +95,9 @@ class _Trainer:
         self.checkpoints = Checkpoints(folder / "checkpoints", config.run.keep_checkpoints)
         self.remote = RemoteSide(config.run, self.checkpoints, self.console, lambda: supervised_folder_findings(config))
         latest = self.checkpoints.latest()
-        self.step = 0 if latest is None else self.checkpoints.read_state(latest)["step"]
+        state: dict[str, Any] = {"step": 0} if latest is None else self.checkpoints.read_state(latest)
+        require_same(state.get(DATA), self.train.fingerprint, folder)
+        self.step = state["step"]
         self.log = RunLog(folder)
         stored, text = folder / "config.yaml", dump_config(config)
         self.changes = changed_settings(stored.read_text(), text) if latest and stored.is_file() else []
@@ -197,7 +200,7 @@ class _Trainer:
         began = time.time()
         with self.checkpoints.writing(self.step) as folder:
             self.cluster.calls.gather(self.cluster.model.save(str(folder / ROLES[self.task])))
-            self.checkpoints.write_state(folder, {"step": self.step})
+            self.checkpoints.write_state(folder, {"step": self.step, DATA: self.train.fingerprint})
             self._record({**metrics, "timing_s/save_checkpoint": time.time() - began})
 
     def _record(self, metrics: Metrics) -> None:

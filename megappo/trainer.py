@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megappo.ahead import Ahead
-from megappo.checkpoints import UNVALIDATED
+from megappo.checkpoints import DATA, UNVALIDATED
 from megappo.cluster.cluster import Cluster
 from megappo.cluster.dataflow import Batch, put_table
 from megappo.collect import Collected, Collector, baseline_column
@@ -343,6 +343,7 @@ class Trainer:
         return {
             "step": self.step,
             "position": self.position,
+            DATA: self.run.data_fingerprint,
             "kl_coef": self.controller.coef,
             "reward_moments": asdict(self.moments),
             **self.oversight.state,
@@ -352,7 +353,7 @@ class Trainer:
         """Go on from the last complete checkpoint, if there is one; and fill the engines with the actor's weights."""
         latest, unvalidated = self.run.checkpoints.latest(), None
         if latest is not None:
-            state, cluster = self.run.checkpoints.read_state(latest, self.state), self.cluster
+            state, cluster = self.run.checkpoints.read_state(latest, self.state.keys() - {DATA}), self.cluster
             cluster.gather(*(group.load(str(latest / role)) for role, group in cluster.trained.items()))
             self.collector.load(latest / AHEAD)
             self.step, self.position = state["step"], state["position"]

@@ -13,12 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from small_run import log_steps, make_run_folder
 
 from megappo import trainer as loop
 from megappo.cluster.calls import WorkerLost
 from megappo.config import load_config
+from megappo.data.prompts import DataError
 from megappo.oversight import StoppedByGuard
 from megappo.report.run_log import read_log, read_samples
 from megappo.report.step_metrics import Metrics
@@ -151,6 +153,26 @@ def test_a_signal_and_a_loss_in_one_step_end_the_run_at_the_checkpoint_before(st
         start("lost", 3, *often, loses=True)
     assert start("lost", None, *often)
     assert log_steps(tmp_path / "lost") == [1, 2, 3, 4]
+
+
+def test_a_run_goes_on_with_the_prompts_that_it_began_with(start: Any, tmp_path: Path, project: Path) -> None:
+    folder, train = tmp_path / "same", project / "data/train.parquet"
+    assert not start("same", 2)
+    stored, table = train.read_bytes(), pq.read_table(train)
+    try:
+        for other, rows in ((table.take([1, 0, *range(2, 20)]), 20), (table.slice(0, 19), 19)):
+            pq.write_table(other, train)
+            with pytest.raises(DataError, match=rf"data.train: its files hold {rows} rows, .* began with 20 rows, "):
+                start("same", None)
+        state = folder / "checkpoints/step_2/trainer.json"
+        old = {name: value for name, value in json.loads(state.read_text()).items() if name != "data"}
+        state.write_text(json.dumps(old))
+        assert not start("same", 3), "a checkpoint of before, which has no fingerprint"
+        with pytest.raises(DataError):
+            train.write_bytes(stored)
+            start("same", None)
+    finally:
+        train.write_bytes(stored)
 
 
 def test_a_guard_that_ends_the_run_when_it_goes_on_ends_it_once(start: Any, tmp_path: Path) -> None:

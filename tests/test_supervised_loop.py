@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from small_run import log_steps
 from test_run_folder import Store
@@ -15,6 +16,7 @@ from test_trackers import Good, made
 from megappo.cluster import dataflow
 from megappo.cluster.calls import Pending
 from megappo.config import load_supervised
+from megappo.data.prompts import DataError
 from megappo.report import trackers
 from megappo.stop_request import StopRequest
 from megappo.supervised import _Trainer
@@ -69,3 +71,17 @@ def test_a_run_that_fails_is_no_finished_one_for_its_trackers(tmp_path: Path) ->
     assert [made[-1].seen[-1], log_steps(tmp_path)] == [True, [0, 1, 2, 3]]
     assert run(tmp_path, Model())
     assert [made[-1].seen[-1], log_steps(tmp_path)] == [False, [0, 1, 2, 3, 4, 5]]
+
+
+def test_a_run_goes_on_with_the_examples_that_it_began_with(tmp_path: Path, project: Path) -> None:
+    train = project / "pairs.parquet"
+    stored, table = train.read_bytes(), pq.read_table(train)
+    with pytest.raises(FloatingPointError):
+        run(tmp_path, Model(fails=3))
+    try:
+        pq.write_table(table.rename_columns(["prompt", "rejected", "chosen"]), train)
+        with pytest.raises(DataError, match=r"data.train: its files hold 19 rows, .* began with 19 rows, sha256"):
+            run(tmp_path, Model())
+    finally:
+        train.write_bytes(stored)
+    assert run(tmp_path, Model())

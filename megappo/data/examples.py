@@ -6,6 +6,7 @@ after it, so that a model sees what it will see, or is to write, in PPO.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from megappo.data import batch
+from megappo.data.fingerprint import fingerprint
 from megappo.data.prompts import DataError, read_rows, tokenize_prompts
 from megappo.data.sequences import ending_rows
 from megappo.ppo.balance import unit_rows
@@ -29,11 +31,13 @@ class Examples:
             ``response_ids`` and, of pairs, ``margin`` (ragged float32, one a row).
         unit: 2 of pairs, the chosen side first; 1 of responses.
         report: says for people what was read, one line a file.
+        fingerprint: of the examples as they are in their files.
     """
 
     table: pa.Table
     unit: int
     report: str
+    fingerprint: str
 
     def __len__(self) -> int:
         return self.table.num_rows // self.unit
@@ -58,11 +62,12 @@ def load_pairs(files: Sequence[str | Path], tokenizer: Any, *, max_tokens: int) 
             raise DataError(f"{where}: chosen and rejected are equal: remove the row")
         return [prompt + chosen, prompt + rejected], _margin(where, row.get("margin"))
 
-    kept, report = _load(files, tokenizer, ("prompt", "chosen", "rejected"), ("margin",), max_tokens, make)
+    kept, report, mark = _load(files, tokenizer, ("prompt", "chosen", "rejected"), ("margin",), max_tokens, make)
     sides = [np.array(side, np.int32) for pair, _ in kept for side in pair]
     margins = np.repeat(np.array([margin for _, margin in kept], np.float32), 2)
     table = ending_rows(np.arange(len(sides)), sides)
-    return Examples(table.append_column("margin", batch.ragged(margins, np.ones(len(sides), np.int64))), 2, report)
+    table = table.append_column("margin", batch.ragged(margins, np.ones(len(sides), np.int64)))
+    return Examples(table, 2, report, mark)
 
 
 def load_responses(files: Sequence[str | Path], tokenizer: Any, *, max_tokens: int) -> Examples:
@@ -76,7 +81,7 @@ def load_responses(files: Sequence[str | Path], tokenizer: Any, *, max_tokens: i
         response = response_tokens(where, row, "response", tokenizer)
         return [prompt + response], prompt
 
-    kept, report = _load(files, tokenizer, ("prompt", "response"), (), max_tokens, make)
+    kept, report, mark = _load(files, tokenizer, ("prompt", "response"), (), max_tokens, make)
     table = pa.table(
         {
             "id": pa.array(np.arange(len(kept)), pa.int64()),
@@ -84,7 +89,7 @@ def load_responses(files: Sequence[str | Path], tokenizer: Any, *, max_tokens: i
             "response_ids": pa.array([whole[0][len(prompt) :] for whole, prompt in kept], pa.list_(pa.int32())),
         }
     )
-    return Examples(table, 1, report)
+    return Examples(table, 1, report, mark)
 
 
 def _load(
@@ -94,10 +99,10 @@ def _load(
     optional: Sequence[str],
     max_tokens: int,
     make: Callable[[str, dict[str, Any], list[int]], tuple[list[list[int]], Any]],
-) -> tuple[list[tuple[list[list[int]], Any]], str]:
-    """What ``make`` gives for every row whose sequences are short enough, and a report."""
+) -> tuple[list[tuple[list[list[int]], Any]], str, str]:
+    """What ``make`` gives for every row whose sequences are short enough, a report, and a fingerprint of these rows."""
     kept: list[tuple[list[list[int]], Any]] = []
-    report = []
+    texts, report = [], []
     if tokenizer.eos_token_id is None:
         raise DataError(f"{tokenizer.name_or_path}: its tokenizer has no end-of-text token: give eos_token there")
     for path in map(Path, files):
@@ -113,13 +118,14 @@ def _load(
                     over += 1
                 else:
                     kept.append(made)
+                    texts.append(json.dumps(row, sort_keys=True, default=str))
             total += len(rows)
         if total == 0:
             raise DataError(f"{path}: no rows: name a file with at least one")
         report.append(f"{path}: {total:,} rows, {over:,} over {max_tokens:,} tokens left out")
     if not kept:
         raise DataError(f"all rows of {', '.join(map(str, files))} are over data.max_tokens, {max_tokens:,}: raise it")
-    return kept, "\n".join(report)
+    return kept, "\n".join(report), fingerprint(texts)
 
 
 def response_tokens(where: str, row: dict[str, Any], column: str, tokenizer: Any) -> list[int]:

@@ -53,6 +53,11 @@ class PromptSet:
     def __len__(self) -> int:
         return self.table.num_rows
 
+    def texts(self) -> Iterator[str]:
+        """Each prompt as it is in its file: a string, or messages as JSON."""
+        for row in self.table.select(["messages", "prompt_text"]).to_pylist():
+            yield row["prompt_text"] if row["messages"] is None else row["messages"]
+
     def rows(self, indices: Sequence[int] | np.ndarray) -> pa.Table:
         """The rows at `indices`, int `[n]`, in that order; an index may come more than once."""
         return self.table.take(pa.array(np.asarray(indices, dtype=np.int64)))
