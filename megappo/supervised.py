@@ -167,7 +167,7 @@ class _Trainer:
         last = self.step == run.steps
         if last or (run.validate_every and self.step % run.validate_every == 0):
             metrics |= self.validate()
-        due = last or self.stop.asked or (run.save_every > 0 and self.step % run.save_every == 0)
+        due = last or self.stop.asked or (run.checkpoint_every > 0 and self.step % run.checkpoint_every == 0)
         if due:
             self.save(metrics)
         else:

@@ -168,7 +168,7 @@ class Trainer:
             metrics |= self.validate()
         verdict = self.judge(metrics)
         asked = last or self.stop.asked or bool(verdict.stop)
-        if due := asked or verdict.improved or _due(self.step, self.config.run.save_every):
+        if due := asked or verdict.improved or _due(self.step, self.config.run.checkpoint_every):
             self.save(metrics)
         else:
             self.run.log(self.step, metrics)

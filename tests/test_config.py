@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megappo.config import Config, ConfigError, PoolConfig, describe_config, dump_config, load_config
+from megappo.config import Config, ConfigError, PoolConfig, RunConfig, describe_config, dump_config, load_config
 from megappo.strict_yaml import dump, parse
 
 GOOD = """\
@@ -371,6 +371,12 @@ def test_partial_configuration_keeps_defaults(tmp_path: Path) -> None:
     assert caught.value.partial is not None
     assert caught.value.partial.run.seed == 1
     assert caught.value.doubtful == {"run.seed", "run.stps", "run.steps"}
+
+
+def test_checkpoints_come_ten_times_in_a_long_run_unless_configured() -> None:
+    runs = [(10, None), (50, None), (250, None), (5000, None), (5000, 0), (5000, 7)]
+    found = [RunConfig(dir="run", steps=steps, save_every=every).checkpoint_every for steps, every in runs]
+    assert found == [10, 10, 25, 500, 0, 7]
 
 
 def test_frozen(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def run_findings(config: Config) -> Iterator[str]:
     """The run folder, its trackers, and a run that it may hold."""
     run, folder = config.run, config.run.folder
     yield from place_findings(run)
-    if run.restarts and not run.save_every and run.steps > 1 and run.keep_best is None:
+    if run.restarts and run.save_every == 0 and run.steps > 1 and run.keep_best is None:
         yield Advice(
             f"run.save_every: 0 writes no checkpoint before the last step, so that each of the run.restarts: "
             f"{run.restarts} begins at the first: give run.save_every"

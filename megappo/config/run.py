@@ -17,7 +17,9 @@ class RunConfig:
     dir: str = key("folder or URL of everything the run leaves; a run resumes from it")
     steps: int = key("training steps in all", at_least=1)
     seed: int = key("seed of data order, mini-batches and sampling", 1, at_least=0)
-    save_every: int = key("steps between checkpoints; 0: only at the end", 0, at_least=0)
+    save_every: int | None = key(
+        "steps between checkpoints; 0: only at the end; null: a tenth of all, but at least 10", None, at_least=0
+    )
     keep_checkpoints: int = key("number of latest checkpoints kept", 2, at_least=1)
     keep_best: KeepBestConfig | None = key(
         "also write and keep the checkpoint of the best validation; null: only the latest", None
@@ -44,6 +46,11 @@ class RunConfig:
     dump_rollouts: bool = key("write every step's batch to RUN/rollouts", True)
     work_dir: str | None = key("folder in which a run whose dir is a URL works; null: runs/PROTOCOL/PATH", None)
     upload_timeout_s: float = key("seconds that the end of a run may wait for its files to go up", 1800.0, above=0)
+
+    @property
+    def checkpoint_every(self) -> int:
+        """Steps between checkpoints; 0: only at the end."""
+        return max(10, self.steps // 10) if self.save_every is None else self.save_every
 
     @property
     def is_remote(self) -> bool:

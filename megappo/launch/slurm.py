@@ -177,7 +177,7 @@ def _count(partition: Partition, width: int) -> int:
 
 def warnings(config: Config, options: SlurmOptions, nodes: int, width: int) -> Iterator[str]:
     """What will not keep the job from starting, but may hurt."""
-    if not config.run.save_every and config.run.steps > 1 and config.run.keep_best is None:
+    if config.run.save_every == 0 and config.run.steps > 1 and config.run.keep_best is None:
         yield (
             "run.save_every: 0: where a node fails, Slurm puts the job back into the queue, and it begins at the first "
             "step: give run.save_every"
