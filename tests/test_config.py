@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from megappo.config import Config, ConfigError, PoolConfig, RunConfig, describe_config, dump_config, load_config
+from megappo.config import (
+    Config,
+    ConfigError,
+    PoolConfig,
+    PPOConfig,
+    RunConfig,
+    describe_config,
+    dump_config,
+    load_config,
+)
+from megappo.config.ppo import Estimator
 from megappo.strict_yaml import dump, parse
 
 GOOD = """\
@@ -383,6 +395,12 @@ def test_frozen(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, GOOD))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.model = "other"  # type: ignore[misc]
+
+
+def test_the_help_names_the_estimators_that_whiten() -> None:
+    (told,) = (text for name, _, _, text in describe_config() if name == "ppo.whiten_advantages")
+    whitening = {each for each in get_args(Estimator) if PPOConfig(mini_batch=1, actor_lr=1, estimator=each).whitens}
+    assert set(re.findall(r"[a-z_]+", told)) & set(get_args(Estimator)) == whitening
 
 
 def test_every_key_has_a_help_text() -> None:

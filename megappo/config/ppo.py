@@ -90,7 +90,9 @@ class PPOConfig:
     value_clip: float | None = key("clipping of value changes; null: none", 0.2, above=0)
     entropy_coef: float = key("coefficient of the entropy bonus", 0.0, at_least=0)
     whiten_advantages: bool | None = key(
-        "give advantages mean 0 and variance 1 over the batch; null: for gae and reinforce_plus_plus", None
+        "give advantages mean 0 and variance 1 over the batch; null: for gae, reinforce_plus_plus and "
+        "reinforce_plus_plus_baseline",
+        None,
     )
     aggregation: Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean"] = key(
         "how the loss is averaged over a mini-batch", "token_mean"
@@ -110,7 +112,9 @@ class PPOConfig:
         0,
         at_least=0,
     )
-    overlong: OverlongConfig | None = key("penalty on responses near data.max_response; null: none", None)
+    overlong: OverlongConfig | None = key(
+        "penalty on responses near data.max_response (of long prompts: data.overlong); null: none", None
+    )
     mask_truncated: bool = key(
         "leave responses that were cut at data.max_response out of the losses of actor and critic, as DAPO's overlong "
         "filtering; false: they count as ended there, with a value of 0 after their last token",

@@ -85,7 +85,7 @@ class DataConfig:
     max_prompt: int = key("longest prompt, in tokens", at_least=1)
     max_response: int = key("longest response, in tokens", at_least=1)
     overlong: Literal["filter", "cut"] = key(
-        "longer prompts: leave out, or keep their last max_prompt tokens", "filter"
+        "longer prompts: leave out, or keep their last max_prompt tokens (of long responses: ppo.overlong)", "filter"
     )
     shuffle: bool = key("shuffle the prompts of each epoch", True)
     replay: tuple[str, ...] = key(
