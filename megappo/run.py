@@ -90,10 +90,10 @@ class Run:
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints", config.run.keep_checkpoints, before_naming=self._dump.wait
         )
+        self._remote = RemoteSide(config.run, self.checkpoints, self.console, lambda: run_findings(config))
         self.data_fingerprint = fingerprint(self.train_prompts.texts())
         if (latest := self.checkpoints.latest()) is not None:
             require_same(self.checkpoints.read_state(latest).get(DATA), self.data_fingerprint, self.folder)
-        self._remote = RemoteSide(config.run, self.checkpoints, self.console, lambda: run_findings(config))
         self._log = RunLog(self.folder)
         self._trackers: Trackers | None = None
         self._began_at: int | None = None

@@ -29,6 +29,7 @@ def test_a_run_refuses_what_came_down_if_it_is_of_another(folder: Path) -> None:
         assert RemoteFolder("memory://bucket/run").read(file) == (run.folder / file).read_text()
     with Run(config(url, "run.work_dir=elsewhere")) as again:
         assert again.last_checkpoint == folder / "elsewhere/checkpoints/step_1"
+        assert again._changes == ["run.work_dir: None -> elsewhere"]
     with pytest.raises(ValueError, match=r"run.seed: 4 differs from 3, with which the run in other began"):
         Run(config(url, "run.work_dir=other", "run.seed=4"))
     RunLock(Path("other")).release()
