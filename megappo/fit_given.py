@@ -1,15 +1,16 @@
-"""Whether devices have the memory for given responses: ``megappo score``, ``sft`` and ``reward-train``.
+"""Whether devices and nodes have the memory for given responses: ``megappo score``, ``sft`` and ``reward-train``.
 
-As :mod:`megappo.fit` for a run, without engines; of ``score``, whose roles do not train, and of the others, whose only
-role does.
+As :mod:`megappo.fit` and :mod:`megappo.fit_host` for a run, without engines; of ``score``, whose roles do not train,
+and of the others, whose only role does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megappo.config import SCALAR_HEAD, Config, Devices, MegatronRoleConfig, SupervisedConfig
 from megappo.fit import CHUNK_BYTES, Device, DeviceTooSmall, Turn, item_bytes, layout_on, role_layout, turn_problems
+from megappo.fit_host import away, node_problems
 from megappo.layout.memory import CONTEXT, WORKSPACE, RoleMemory, RoleUse, parts, role_memory
 from megappo.layout.mesh import Layout
 from megappo.models.parameters import megatron_vocabulary
@@ -28,23 +29,28 @@ def check_scoring_fit(
         devices: as for :func:`megappo.fit.check_fit`.
 
     Raises:
-        DeviceTooSmall: naming each role, its parts and the ways out, for every pool that lacks memory.
+        DeviceTooSmall: naming each role, its parts and the ways out, for every pool that lacks memory, and for the
+            node that lacks most.
     """
     problems: list[str] = []
+    waits: dict[str, list[dict[str, int]]] = {}
     for pool, own in devices.items():
         here = {name: role for name, role in roles.items() if role.pool == pool}
         layouts = {name: role_layout(config, name) for name in here}
 
-        def turns(rank: int, total: int, here: Mapping = here, layouts: Mapping = layouts) -> Iterator[Turn]:
-            memory = {
+        def memory(rank: int, here: Mapping = here, layouts: Mapping = layouts) -> dict[str, RoleMemory]:
+            return {
                 name: _memory(
                     config, role, config.model_folder(name), layouts[name], rank, scalar_head=name in SCALAR_HEAD
                 )
                 for name, role in here.items()
             }
-            resting = {name: memory[name].resting(role.offload) for name, role in here.items()}
+
+        def turns(rank: int, total: int, here: Mapping = here, memory: Callable = memory) -> Iterator[Turn]:
+            held = memory(rank)
+            resting = {name: held[name].resting(role.offload) for name, role in here.items()}
             for name in here:
-                uses = {"weights": memory[name].weights, **resting[name], "scoring": memory[name].scoring}
+                uses = {"weights": held[name].weights, **resting[name], "scoring": held[name].scoring}
                 yield Turn(f"scoring by the {name}", {**COMMON, **resting, name: uses}, name)
 
         def ways(turn: Turn, here: Mapping = here) -> Iterator[str]:
@@ -53,8 +59,19 @@ def check_scoring_fit(
             yield "more tp or pp, or more devices in the pool"
 
         problems += turn_problems(pool, own, [*layouts.values()], turns, ways)
+        waits[pool] = [
+            {name: away(held, here[name].offload) for name, held in memory(rank).items()} for rank in range(len(own))
+        ]
+    problems += node_problems(devices, waits, _less_waiting)
     if problems:
         raise DeviceTooSmall(problems)
+
+
+def _less_waiting(uses: Mapping[str, int]) -> Iterator[str]:
+    """Ways out where too much of roles that score waits on a node."""
+    yield from (f"roles.{name}.offload=none" for name, size in uses.items() if size)
+    yield "more tp or pp, which leave fewer copies of the weights"
+    yield "nodes with more memory"
 
 
 def check_training_fit(config: SupervisedConfig, name: str, devices: Sequence[Device]) -> None:

@@ -6,7 +6,7 @@ As :mod:`megappo.fit`, which looks at the devices. Plain Python as well.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megappo.config import Config
 from megappo.fit import Device, DeviceTooSmall, megatron_memory, role_layout, rollout_memory
@@ -24,7 +24,8 @@ def check_nodes(config: Config, devices: Mapping[str, Sequence[Device]]) -> None
     Raises:
         DeviceTooSmall: naming the node that lacks most, what waits there, and the ways out.
     """
-    if found := tuple(_problems(config, devices)):
+    waits = {pool: waiting(config, pool) for pool in devices}
+    if found := tuple(node_problems(devices, waits, lambda uses: _ways_out(config, uses))):
         raise DeviceTooSmall(found)
 
 
@@ -36,7 +37,7 @@ def waiting(config: Config, pool: str) -> list[dict[str, int]]:
             layout = role_layout(config, name)
             stages = [megatron_memory(config, name, layout.rank(pp=stage)) for stage in range(layout.pp)]
             for rank, uses in enumerate(out):
-                uses[name] = _away(stages[layout.coordinates(rank)["pp"]], role.offload)
+                uses[name] = away(stages[layout.coordinates(rank)["pp"]], role.offload)
     rollout = config.roles.rollout
     if rollout.pool == pool:
         shares = any(role.pool == pool for role in config.roles.megatron.values())
@@ -58,16 +59,26 @@ def host_bytes(config: Config) -> dict[str, int]:
     return out
 
 
-def _away(memory: RoleMemory, offload: str) -> int:
+def away(memory: RoleMemory, offload: str) -> int:
     """Bytes that leave; gradients are not kept."""
-    return memory.optimizer + (memory.weights if offload == "all" else 0)
+    return {"none": 0, "optimizer": memory.optimizer, "all": memory.optimizer + memory.weights}[offload]
 
 
-def _problems(config: Config, devices: Mapping[str, Sequence[Device]]) -> Iterator[str]:
+def node_problems(
+    devices: Mapping[str, Sequence[Device]],
+    waits: Mapping[str, Sequence[Mapping[str, int]]],
+    ways_out: Callable[[Mapping[str, int]], Iterator[str]],
+) -> Iterator[str]:
+    """The node that lacks most memory, in words; nothing where none lacks any.
+
+    Args:
+        waits: what waits on the host for each device of a pool, in bytes by role and purpose.
+        ways_out: for a node with what waits there.
+    """
     has: dict[str, int] = {}
     takes: dict[str, Counter[str]] = {}
     for pool, own in devices.items():
-        for device, uses in zip(own, waiting(config, pool), strict=False):  # engines may leave some of a pool over
+        for device, uses in zip(own, waits[pool], strict=False):  # engines may leave some of a pool over
             if device.node_memory:
                 has[device.node] = device.node_memory
                 takes.setdefault(device.node, Counter()).update(uses)
@@ -76,7 +87,7 @@ def _problems(config: Config, devices: Mapping[str, Sequence[Device]]) -> Iterat
         listed = ", ".join(f"{who} {size / GIB:.1f}" for who, size in takes[node].most_common() if size)
         yield (
             f"host memory: {node} has {has[node] / GIB:.1f} GiB, and {takes[node].total() / GIB:.1f} GiB are to wait "
-            f"there while others use its devices: {listed}; ways out: {'; '.join(_ways_out(config, takes[node]))}"
+            f"there while others use its devices: {listed}; ways out: {'; '.join(ways_out(takes[node]))}"
         )
 
 

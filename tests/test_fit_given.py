@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,30 @@ def test_scoring(model: Path) -> None:
     )
     check(need_of(problem) + 0.06)
     check(need_of(problem) - WEIGHTS + 0.1, "roles.reference.offload=all", "roles.actor.offload=all")
+
+
+def test_what_scoring_roles_leave_on_a_node(model: Path) -> None:
+    """Weights of roles that take turns wait in its memory; nothing else, as nothing trains."""
+    path = model.parent / "config.yaml"
+    path.write_text(CONFIG.replace("MODEL", str(model)))
+    ample = device(40)
+
+    def check(host: float, *overrides: str) -> None:
+        config = load_config(path, overrides)
+        roles = {name: config.roles.megatron[name] for name in ("actor", "reference")}
+        check_scoring_fit(config, roles, {"all": [replace(ample, node="node 10.0.0.7", node_memory=int(host * GIB))]})
+
+    both = ("roles.reference.offload=all", "roles.actor.offload=all")
+    check(2 * WEIGHTS + 0.01, *both)
+    check(0, *both)  # not known
+    check(0.1, "roles.reference.offload=optimizer")  # which it has not
+    with pytest.raises(DeviceTooSmall) as failure:
+        check(1.5 * WEIGHTS, *both)
+    assert failure.value.problems == (
+        f"host memory: node 10.0.0.7 has {1.5 * WEIGHTS:.1f} GiB, and {2 * WEIGHTS:.1f} GiB are to wait there while "
+        f"others use its devices: actor {WEIGHTS:.1f}, reference {WEIGHTS:.1f}; ways out: roles.actor.offload=none; "
+        "roles.reference.offload=none; more tp or pp, which leave fewer copies of the weights; nodes with more memory",
+    )
 
 
 def test_check_says_so_before_the_job_queues(model: Path) -> None:
