@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from megappo.cluster.calls import Call, Calls, Place, WorkerFailed, WorkerLost, _Failure
+from megappo.cluster import calls
+from megappo.cluster.calls import Call, Calls, Pending, Place, Timed, WorkerFailed, WorkerLost, _Failure
 from megappo.cluster.pools import PoolError, reserve_pools
 from megappo.config import PoolConfig, RunConfig
 
@@ -49,6 +50,50 @@ def test_a_death_is_a_loss_of_who_died() -> None:
     dead = failure(1, "The actor is dead", died=True)
     error = Calls(1.0)._blame([dead])
     assert isinstance(error, WorkerLost) and error.died == {dead.call.place}
+
+
+@dataclass
+class Played:
+    """Stands for Ray and for the clock: a reference is the time at which its call ends, in seconds."""
+
+    now: float = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, ends: list[float], num_returns: int, timeout: float) -> tuple[list[float], list[float]]:
+        self.now = min(*ends, self.now + timeout)
+        return [end for end in ends if end <= self.now][:num_returns], []
+
+    def get(self, end: float) -> Timed:
+        return Timed(end, 0.0, end)
+
+
+@pytest.mark.parametrize(
+    ("ends", "late"),
+    [
+        ({0: [8.0, 16.0, 24.0]}, None),  # each takes 8 s
+        ({0: [8.0, 19.0]}, 18.0),
+        ({0: [8.0, 16.0], 1: [15.0]}, 10.0),  # another process has nothing to wait for
+    ],
+)
+def test_the_time_of_a_call_begins_when_its_process_comes_to_it(
+    monkeypatch: pytest.MonkeyPatch, ends: dict[int, list[float]], late: float | None
+) -> None:
+    played = Played()
+    for name in ("ray", "time"):
+        monkeypatch.setattr(calls, name, played)
+    watched, started = Calls(10.0), []
+    for rank, times in ends.items():
+        for role, end in zip(("critic", "actor", "reference"), times, strict=False):
+            place = Place(role, rank, "train", "10.0.0.1", f"train-rank{rank}.log")
+            started.append(watched.start(place, "update", cast(Any, end)))
+    if late is None:
+        assert watched.gather(Pending(tuple(started), list)) == [ends[0]]
+    else:
+        with pytest.raises(WorkerLost, match=r"no answer within run\.timeout_s = 10 s"):
+            watched.gather(Pending(tuple(started), list))
+        assert played.now == late
 
 
 def test_one_machine_is_not_two_nodes(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from qwen import write_qwen
 from small_project import make_project
@@ -73,6 +75,23 @@ def test_a_phase_that_would_be_taken_for_a_hang(folder: Path) -> None:
     lines: list[str] = []
     plan(load_config(PRESET, LONG), Options("H100"), lines.append)
     assert "\nwarning: run.timeout_s: 1800 s is less than twice the 3" in "\n" + lines[-1]
+
+
+def test_a_validation_that_would_be_taken_for_a_hang(folder: Path) -> None:
+    """A step's 2,048 responses are as many as the engines draw at once; ten times as many take ten times as long."""
+    prompts = pa.table({"data_source": ["a"], "prompt": ["p"], "reward_model": [{"ground_truth": "1"}]})
+    pq.write_table(prompts.take([0] * 20_480), "test.parquet")
+    step = ["data.prompts_per_step=2048", "ppo.mini_batch=2048", "run.device_profile=H100"]
+    config, device = load_config("shared.yaml", step), PROFILES["H100"]
+    phases = estimate(config, device, full_workload(config), rough_sync(config, device)).phases
+    validating = [*step, "data.validation=[test.parquet]"]
+    enough = f"run.timeout_s={2 * max(phase.seconds for phase in phases.values()) + 1}"
+    assert list(fit_findings(load_config("shared.yaml", [*step, enough]))) == []
+    (late,) = fit_findings(load_config("shared.yaml", [*validating, enough]))
+    seconds = 10 * phases["gen"].seconds
+    assert f" less than twice the {seconds:.0f} s predicted for generate, 20,480 prompts to validate on: give " in late
+    for less in (f"run.timeout_s={2 * seconds + 1}", "data.validation_prompts=2048"):
+        assert list(fit_findings(load_config("shared.yaml", [*validating, enough, less]))) == []
 
 
 def test_a_step_and_a_checkpoint_come_before_the_end_of_a_job(folder: Path) -> None:

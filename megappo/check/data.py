@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megappo.check.findings import Advice
 from megappo.check.model_files import has_chat_template
-from megappo.check.prompt_files import read_prompt_file
 from megappo.config import Config
+from megappo.data.prompt_files import read_prompt_file
 from megappo.models.spec import ModelError, ModelSpec
 
 

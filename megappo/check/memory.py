@@ -65,7 +65,8 @@ def _findings(config: Devices, problems: Callable[[DeviceProfile], Sequence[str]
 
 
 def _late_calls(config: Config, device: DeviceProfile) -> Iterator[str]:
-    yield from call_problems(config, estimate(config, device, full_workload(config), rough_sync(config, device)))
+    work = full_workload(config)
+    yield from call_problems(config, device, work, estimate(config, device, work, rough_sync(config, device)))
 
 
 def _eight_bit_problems(roles: Mapping[str, MegatronRoleConfig], device: DeviceProfile) -> Iterator[str]:

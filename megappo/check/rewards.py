@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 
 from megappo.check.findings import Advice, under
 from megappo.check.model_files import has_chat_template
-from megappo.check.prompt_files import data_sources, read_prompt_file, rows_in
 from megappo.check.reward_functions import reward_problems, reward_takes
 from megappo.config import Config, MegatronSizes, RewardConfig
+from megappo.data.prompt_files import data_sources, read_prompt_file, watched_prompts
 
 
 def reward_findings(config: Config) -> Iterator[str]:
@@ -129,9 +129,8 @@ def reward_time_findings(config: Config) -> Iterator[str]:
     reward, rollout, data = config.roles.reward, config.roles.rollout, config.data
     if not reward.has_functions:
         return
-    prompts = sum(rows_in(Path(path)) for path in data.validation)
-    prompts = min(prompts, data.validation_prompts or prompts)
-    responses = max(data.prompts_per_step * rollout.samples_per_prompt, prompts * rollout.validation_samples)
+    watched = watched_prompts(data) * rollout.validation_samples
+    responses = max(data.prompts_per_step * rollout.samples_per_prompt, watched)
     longest_s = responses * reward.timeout_s / reward.processes
     if longest_s > config.run.timeout_s:
         yield Advice(

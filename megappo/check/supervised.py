@@ -10,9 +10,9 @@ from megappo.check.lora import lora_findings
 from megappo.check.megatron import eight_bit_findings, size_findings
 from megappo.check.memory import training_fit_findings
 from megappo.check.model_files import has_chat_template, tokenizer_problems, weight_problems
-from megappo.check.prompt_files import PromptFile, read_columns
 from megappo.check.run_folder import checkpoint_steps, differences, place_findings
 from megappo.config import ConfigError, RunConfig, SupervisedConfig, Task, load_supervised
+from megappo.data.prompt_files import PromptFile, read_columns
 from megappo.formats.safetensors_files import set_aside
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
 

@@ -98,7 +98,8 @@ class Calls:
     """All calls under way. ``spans`` collects when each finished one ran, until the reader clears it.
 
     Attributes:
-        timeout_s: longest that any one call may take, in seconds.
+        timeout_s: longest that any one call may take, in seconds. The time of one that has to wait for another of the
+            same process begins when that has ended.
         heartbeat_s: after so many seconds without an answer, what all are doing is printed, and again after as many;
             0: never.
     """
@@ -180,6 +181,7 @@ class Calls:
         failures = []
         for ref in ready:
             call, _ = self._running.pop(ref)
+            self._begin_next(call.place)
             try:
                 timed: Timed = ray.get(ref)
             except RayError as error:
@@ -191,6 +193,12 @@ class Calls:
             self.spans.append(Span(call.place, call.method, timed.began, timed.ended, timed.device_memory_gib))
             self._done[ref] = timed.value
         return failures
+
+    def _begin_next(self, place: Place) -> None:
+        """Let the time begin of calls that had to wait for one which has ended."""
+        for ref, (call, since) in self._running.items():
+            if call.place.log == place.log and not math.isinf(since):  # each process has a log of its own
+                self._running[ref] = call, time.monotonic()
 
     def _blame(self, failures: list[_Failure]) -> WorkerFailed:
         """The error that tells of the failure which caused the others.

@@ -84,7 +84,7 @@ def plan(config: Config, options: Options, show: Callable[[str], None]) -> None:
     if config.ppo.staleness:
         strict = estimate(replace(config, ppo=replace(config.ppo, staleness=0)), device, work, sync)
         show("\n".join(text.overlap_lines(config.ppo.staleness, found.seconds, strict.seconds)) + "\n")
-    warnings = [f"warning: {problem}" for problem in call_problems(config, found)]
+    warnings = [f"warning: {problem}" for problem in call_problems(config, device, work, found)]
     show("\n".join([*warnings, ACCURACY, *notes(config)]))
     if options.out:
         show(str(write_picture(Path(options.out), found, list(config.pools))))

@@ -181,6 +181,14 @@ def rollout_phase(config: Config, device: DeviceProfile, work: Workload) -> Phas
     return generation_phase(spec, rollout.tp, rollout_memory(config), vocabulary, item_bytes(config), load, device)
 
 
+def validation_phase(config: Config, device: DeviceProfile, work: Workload, prompts: int) -> Phase:
+    """Generation for so many prompts of a validation, whose responses are as long as a step's."""
+    whole = replace(config, ppo=replace(config.ppo, staleness=0))
+    sequences = prompts * config.roles.rollout.validation_samples
+    device = in_pool(config, config.roles.rollout.pool, device)
+    return rollout_phase(whole, device, replace(work, sequences=sequences))
+
+
 def engine_rest_phases(config: Config, device: DeviceProfile) -> dict[str, Phase]:
     """Sleeping and waking of engines that share their devices."""
     rollout = config.roles.rollout

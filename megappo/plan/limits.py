@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from math import ceil, floor, log10, prod
 
 from megappo.config import TRAINED, Config
+from megappo.data.prompt_files import watched_prompts
+from megappo.layout.devices import DeviceProfile
 from megappo.models.lora import is_adapter
 from megappo.models.spec import read_model_spec, with_lora
-from megappo.plan.estimate import Estimate
+from megappo.plan.estimate import Estimate, Workload, validation_phase
 from megappo.plan.text import NAMES
 
 MARGIN = 2.0
@@ -17,23 +19,19 @@ STATE_BYTES = {"bfloat16": 14, "float32": 12}
 """Of a checkpoint, for each parameter: the weight, and what the optimizer keeps of it."""
 
 
-def call_problems(config: Config, step: Estimate) -> Iterator[str]:
-    """Whether a phase, which is one call of each process, could be taken for a hang by ``run.timeout_s``."""
-    calls = {NAMES[name]: phase.seconds for name, phase in step.phases.items() if name in NAMES}
-    yield from limit_problems(config, calls, "predicted for")
+def call_problems(config: Config, device: DeviceProfile, work: Workload, step: Estimate) -> Iterator[str]:
+    """Whether one call could be taken for a hang by ``run.timeout_s``: a phase of a step, or a validation's generation.
 
-
-def limit_problems(config: Config, calls: dict[str, float], words: str) -> Iterator[str]:
-    """Whether a call that takes so many seconds could be taken for a hang.
-
-    Args:
-        words: between its seconds and its name.
+    Calls that wait for others of the same process have their time when it comes to them.
     """
+    calls = {NAMES[name]: phase.seconds for name, phase in step.phases.items() if name in NAMES}
+    if prompts := watched_prompts(config.data):
+        calls[f"generate, {prompts:,} prompts to validate on"] = validation_phase(config, device, work, prompts).seconds
     name = max(calls, key=calls.__getitem__)
     if config.run.timeout_s < MARGIN * calls[name]:
         yield (
-            f"run.timeout_s: {config.run.timeout_s:g} s is less than twice the {calls[name]:.0f} s {words} {name}: "
-            f"give {round_up(MARGIN * calls[name])}"
+            f"run.timeout_s: {config.run.timeout_s:g} s is less than twice the {calls[name]:.0f} s predicted for "
+            f"{name}: give {round_up(MARGIN * calls[name])}"
         )
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megappo.config import DataConfig
+
 COLUMNS = ("data_source", "prompt", "reward_model")
 """The columns of verl's prompt files that a run needs; ``ability`` and ``extra_info`` may be absent."""
 
@@ -89,6 +91,12 @@ def rows_in(path: Path) -> int:
         return read_prompt_file(path).rows
     except ValueError:
         return 0
+
+
+def watched_prompts(data: DataConfig) -> int:
+    """The most prompts that are generated for at once besides a step's: those of the validation, or of the canary."""
+    validation, canary = (sum(rows_in(Path(path)) for path in paths) for paths in (data.validation, data.canary))
+    return max(min(validation, data.validation_prompts or validation), canary)
 
 
 def data_sources(path: Path) -> set[str]:
