@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from ray.exceptions import ObjectReconstructionFailedError, OwnerDiedError
 
 from megappo.cluster import calls
 from megappo.cluster.calls import Call, Calls, Pending, Place, Timed, WorkerFailed, WorkerLost, _Failure
@@ -44,6 +45,12 @@ def test_an_error_of_the_program_is_none() -> None:
     error = Calls(1.0)._blame([failure(0, "NCCL error: connection closed"), failure(1, wrong)])
     assert isinstance(error, WorkerFailed) and not isinstance(error, WorkerLost)
     assert str(error).startswith("actor rank 1 (pool train, node 10.0.0.1) failed in update:")
+
+
+@pytest.mark.parametrize("error", [OwnerDiedError, ObjectReconstructionFailedError])
+def test_rows_that_are_gone_with_another_process_or_node_are_a_loss(error: type[Exception]) -> None:
+    text = f"Traceback (most recent call last):\nray.exceptions.{error.__name__}: Failed to retrieve object 85748392"
+    assert isinstance(Calls(1.0)._blame([failure(0, text)]), WorkerLost)
 
 
 def test_a_death_is_a_loss_of_who_died() -> None:

@@ -256,11 +256,14 @@ class Killing:
 
 def test_an_engine_that_is_killed_is_replaced_and_its_prompts_come_again(session: Session) -> None:
     killing, cluster = Killing(session), session.cluster
-    undisturbed = killing.generate().read("response_ids", "rollout_logprobs", "weight_version")
+    drawn = killing.generate()
     before = session.pid("rollout-engine0.log")
     killing.kill_soon()
     replaced = killing.generate().read("response_ids", "rollout_logprobs", "weight_version")
     assert session.pid("rollout-engine0.log") != before
+    # What it had drawn before is still there, for the driver and for workers.
+    undisturbed = drawn.read("response_ids", "rollout_logprobs", "weight_version")
+    cluster.gather(cluster.critic.score("values", drawn.take(drawn.ids[:3])))
     assert replaced.equals(undisturbed)  # the same weights, which are not those on the disk, and the same seed
     shown = session.console.getvalue()
     assert re.search(r"lost: rollout rank 0 \(pool serve, node [\d.]+\) died in generate", shown), shown

@@ -74,9 +74,10 @@ class Engine:
         class Method:
             asked: list[Any]
 
-            def remote(self, *args: Any) -> str:
+            def remote(self, *args: Any) -> Any:
                 self.asked.append((method, args))
-                return f"{method} {args}"
+                ref = f"{method} {args}"
+                return (f"rows of {ref}", ref) if method == "generate" else ref
 
         return Method(self.asked)
 
@@ -138,8 +139,12 @@ class Scene:
     engines: list[Engine]
 
     def begin(self, ahead: bool = False) -> Flight:
+        def combine(rows: Any, told: Any) -> Any:
+            assert list(rows) == [f"rows of {ref}" for _, ref in told]
+            return told
+
         shares = tuple((share,) for share in ("a", "b", "c"))
-        return self.serving.begin(lambda group: Generation(shares, list), version=4, ahead=ahead)  # type: ignore[arg-type]
+        return self.serving.begin(lambda group: Generation(shares, combine), version=4, ahead=ahead)
 
     def generate(self) -> Any:
         return self.serving.finish(self.begin())

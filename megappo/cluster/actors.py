@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,6 +45,22 @@ def timed(method: Callable[..., Any]) -> Callable[..., Timed]:
             text = traceback.format_exc()
             print(text, file=sys.stderr, flush=True)
             return Timed(None, began, time.time(), failure=text)
+
+    return run
+
+
+def apart(method: Callable[..., tuple[pa.Table, Any]]) -> Callable[..., tuple[pa.Table | None, Timed]]:
+    """Return the table that the method gives by itself, beside all else as :func:`timed` has it.
+
+    It stays in this node's store, but is the caller's: it outlives this process, which one that it puts there does not.
+    """
+    watched = timed(ray.method(num_returns=2)(method))
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> tuple[pa.Table | None, Timed]:
+        done = watched(*args, **kwargs)
+        table, rest = done.value or (None, None)
+        return table, replace(done, value=rest)
 
     return run
 
@@ -236,14 +253,16 @@ class RolloutProcess(LoggedProcess):
 
         self.engine = RolloutEngine(settings)
 
-    @timed
-    def generate(self, rows: Selection, sampling: Any, seed: int, version: int) -> tuple[TableRef, np.ndarray]:
-        """Generate for some rows: the results, and the length of each response."""
+    @apart
+    def generate(
+        self, rows: Selection, sampling: Any, seed: int, version: int
+    ) -> tuple[pa.Table, tuple[Sequence[str], np.ndarray]]:
+        """Generate for some rows: the results, in their order; and the results' columns, and each response's length."""
         from megappo.data import batch
 
         with self._dying_whole():
             table = self.engine.generate(rows.read(), sampling, seed, version)
-        return put_table(table), batch.lengths(table, "response_ids")
+        return table, (tuple(table.column_names), batch.lengths(table, "response_ids"))
 
     @timed
     def call(self, method: str, *args: Any) -> Any:

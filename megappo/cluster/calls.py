@@ -231,7 +231,8 @@ class Calls:
 _DEATH, _OWN_ERROR, _BROKEN = range(3)
 
 BROKEN_BY_OTHERS = (
-    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL error", "OwnerDied"),
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL error"),
+    *("OwnerDied", "ObjectLost", "ObjectReconstructionFailed"),
     *("Timed out waiting", "Watchdog caught collective operation timeout", "TransferError:"),
 )
 """What failures say whose cause is another rank's."""

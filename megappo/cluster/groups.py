@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import ray
 
 from megappo.cluster.calls import Calls, Pending, Place, one
 from megappo.cluster.dataflow import Batch, TableRef
@@ -120,11 +121,12 @@ class Generation:
     Attributes:
         shares: the arguments of each engine. A share's result follows from them and the weights, whichever engine
             takes it.
-        combine: makes the batch of the results, in the order of the shares.
+        combine: makes the batch of the results: references to the rows, in the order of the shares, and of each the
+            names of its columns and the length of each response.
     """
 
     shares: tuple[tuple[Any, ...], ...]
-    combine: Callable[[list[tuple[TableRef, np.ndarray]]], Batch]
+    combine: Callable[[Sequence[ray.ObjectRef], Sequence[tuple[tuple[str, ...], np.ndarray]]], Batch]
 
 
 @dataclass(frozen=True)
@@ -155,10 +157,10 @@ class RolloutGroup(Group):
         seeds = np.random.default_rng(seed).integers(0, 2**31 - 1, engines).tolist()
         asked = Batch(ids, prompt_tokens, np.zeros_like(prompt_tokens), ((requests,),))
 
-        def combine(results: list[tuple[TableRef, np.ndarray]]) -> Batch:
-            lengths = np.concatenate([response_lengths for _, response_lengths in results])
-            tables = tuple(table for table, _ in results)
-            parts = ((requests,), tables)
+        def combine(rows: Sequence[ray.ObjectRef], told: Sequence[tuple[tuple[str, ...], np.ndarray]]) -> Batch:
+            names, response_lengths = zip(*told, strict=True)
+            lengths = np.concatenate(response_lengths)
+            parts = ((requests,), tuple(map(TableRef, rows, pieces, names)))
             return Batch(ids, prompt_tokens + lengths - 1, lengths, parts, limit_s=self.calls.timeout_s)
 
         selected = [asked.select(("prompt_ids",), piece) for piece in pieces]

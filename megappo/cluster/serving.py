@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -16,15 +17,28 @@ from megappo.cluster.start import RunStarter
 from megappo.cluster.weights import WeightSync
 from megappo.workers.settings import EngineSettings
 
+Asked = tuple[ray.ObjectRef, Call]
 
-@dataclass
+
+@dataclass(eq=False)
 class Flight:
-    """A batch that is being generated; ``pending`` changes when an engine dies."""
+    """A batch that is being generated.
+
+    Attributes:
+        asked: for each share, a reference to its rows, which are the driver's and outlive their engine; and the call.
+            It changes when an engine dies meanwhile.
+    """
 
     generation: Generation
     version: int
     ahead: bool
-    pending: Pending[Batch]
+    asked: list[Asked]
+
+    @property
+    def pending(self) -> Pending[Batch]:
+        """All of it."""
+        rows, calls = zip(*self.asked, strict=True)
+        return Pending(calls, partial(self.generation.combine, rows))
 
 
 class Serving:
@@ -80,8 +94,7 @@ class Serving:
         if not ahead:
             self._put_into_service(version)
         generation = asked(self.group)
-        calls = self._ask(generation, range(len(generation.shares)))
-        flight = Flight(generation, version, ahead, Pending(tuple(calls), generation.combine))
+        flight = Flight(generation, version, ahead, [*self._ask(generation, range(len(generation.shares)))])
         self._flights.append(flight)
         return flight
 
@@ -139,26 +152,25 @@ class Serving:
             self._successors[rank] = member, build
 
     def _redistribute(self, flight: Flight, loss: WorkerLost) -> None:
-        """The same generation without the dead: what they had done is lost too, since they held it."""
+        """The same generation without the dead; what they had done comes again, as it may be gone with their node."""
         dead = {place.rank for place in loss.died}
-        calls = list(flight.pending.calls)
-        self._calls.forget(call for call in calls if call.place.rank in dead)
+        lost = [share for share, (_, call) in enumerate(flight.asked) if call.place.rank in dead]
+        self._calls.forget(flight.asked[share][1] for share in lost)
         if not self._in_service():
             if flight.ahead:
                 raise loss
             self._put_into_service(flight.version)
-        lost = [share for share, call in enumerate(calls) if call.place.rank in dead]
-        for share, call in zip(lost, self._ask(flight.generation, lost), strict=True):
-            calls[share] = call
-        flight.pending = Pending(tuple(calls), flight.pending.combine)
+        for share, asked in zip(lost, self._ask(flight.generation, lost), strict=True):
+            flight.asked[share] = asked
 
-    def _ask(self, generation: Generation, shares: Iterable[int]) -> Iterator[Call]:
+    def _ask(self, generation: Generation, shares: Iterable[int]) -> Iterator[Asked]:
         """Ask for shares: each of the engine of its number, or by turns of those that are in service."""
         serving = {member.place.rank: member for member in self._in_service()}
         others = cycle(serving.values())
         for share in shares:
             member = serving.get(share) or next(others)
-            yield self._calls.start(member.place, "generate", member.actor.generate.remote(*generation.shares[share]))
+            rows, ref = member.actor.generate.remote(*generation.shares[share])
+            yield rows, self._calls.start(member.place, "generate", ref)
 
     def _in_service(self) -> list[Member]:
         return [member for rank, member in enumerate(self.group.members) if rank not in self._successors]
