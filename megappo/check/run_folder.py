@@ -58,7 +58,7 @@ def run_findings(config: Config) -> Iterator[str]:
             f"{dotted}: {shown(new)} differs from {shown(old)}, with which the run in {folder} began: "
             "set it back, or choose another run.dir"
         )
-    schedules = {config.ppo.optimizer_of(role).schedule for role in ("actor", "critic")} - {"constant"}
+    schedules = {optimizer.schedule for optimizer in config.ppo.optimizers.values()} - {"constant"}
     for schedule in sorted(schedules) if run.steps != stored.run.steps else ():
         yield Advice(
             f"run.steps: {run.steps} differs from {stored.run.steps}, with which the run in {folder} went on so far: "

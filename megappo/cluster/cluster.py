@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from megappo.cluster.calls import Pending, WorkerLost
 from megappo.cluster.dataflow import Batch, TableRef
-from megappo.cluster.groups import Group, MegatronGroup, Member, RolloutGroup, layouts
+from megappo.cluster.groups import Group, MegatronGroup, RolloutGroup, megatron_groups
 from megappo.cluster.processes import Processes
 from megappo.cluster.rewards import RewardGroup
 from megappo.cluster.serving import Flight, Serving
 from megappo.cluster.start import RunStarter
 from megappo.cluster.streaming import Streaming
 from megappo.cluster.weights import WeightSync
-from megappo.config import SCALAR_HEAD, TRAINED, Config, MegatronRoleConfig
+from megappo.config import Config
 from megappo.fit import check_fit
 from megappo.fit_host import check_nodes
 from megappo.stack import MEGATRON, ROLLOUT
-from megappo.workers.settings import EngineSettings, RoleSettings, Sampling
+from megappo.workers.settings import EngineSettings, Sampling
 
 
 class Cluster(Processes):
@@ -153,12 +152,12 @@ class Cluster(Processes):
             self.calls.gather(engines)
             if sleeping:
                 self.calls.gather(rollout.ask("sleep", lambda _: ()))
-        groups = {}
-        for name, layout in layouts(roles, config.pools).items():
-            ranks = tuple(Member(m.actor, replace(m.place, role=name), m.device) for m in members[roles[name].pool])
-            groups[name] = MegatronGroup(ranks, self.calls, name, layout)
+        groups = megatron_groups(roles, config.pools, members, self.calls)
         status("loading models")
-        building = [group.build(self._settings(group, roles[name])) for name, group in groups.items()]
+        building = [
+            group.build(roles[name], config.model_folder(name), config.run, config.ppo.optimizers.get(name))
+            for name, group in groups.items()
+        ]
         self.calls.gather(*building, rewards, *([] if shared else [engines]))
         self.actor, self.critic, self.reference = groups["actor"], groups.get("critic"), groups.get("reference")
         if config.reference_is_base:
@@ -175,22 +174,6 @@ class Cluster(Processes):
         limit = 0 if shared else config.run.restarts
         self._serving = Serving(start, settings, self._weights, replacements=limit, status=status)
         self.streaming = Streaming(self._serving, self.calls)
-
-    def _settings(self, group: MegatronGroup, role: MegatronRoleConfig) -> RoleSettings:
-        return RoleSettings(
-            folder=self.config.model_folder(group.role),
-            layout=group.layout,
-            dtype=self.config.run.dtype,
-            micro_batch_tokens=role.micro_batch_tokens,
-            scalar_head=group.role in SCALAR_HEAD,
-            optimizer=self.config.ppo.optimizer_of(group.role) if group.role in TRAINED else None,
-            timeout_s=self.config.run.timeout_s,
-            recompute=role.recompute,
-            fp8=role.fp8,
-            offload=role.offload,
-            lora=role.lora,
-            seed=self.config.run.seed,
-        )
 
     def _engine_settings(self, sleeping: bool) -> EngineSettings:
         config, rollout = self.config, self.config.roles.rollout

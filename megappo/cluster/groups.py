@@ -11,6 +11,7 @@ import ray
 
 from megappo.cluster.calls import Calls, Pending, Place, one
 from megappo.cluster.dataflow import Batch, TableRef
+from megappo.config import SCALAR_HEAD, MegatronRoleConfig, OptimizerConfig, PoolConfig, RunConfig
 from megappo.data.loss_mask import LOSS_MASK
 from megappo.fit import layout_on
 from megappo.layout.mesh import Layout
@@ -58,8 +59,30 @@ class MegatronGroup(Group):
         members = tuple(replace(member, place=replace(member.place, role=role)) for member in self.members)
         return replace(self, members=members, without_adapters=True)
 
-    def build(self, settings: RoleSettings) -> Pending[Any]:
-        """Build the role and load its weights."""
+    def build(
+        self, role: MegatronRoleConfig, folder: str, run: RunConfig, optimizer: OptimizerConfig | None = None
+    ) -> Pending[Any]:
+        """Build the role and load its weights.
+
+        Args:
+            role: as configured.
+            folder: of its model.
+            optimizer: given if it trains.
+        """
+        settings = RoleSettings(
+            folder=folder,
+            layout=self.layout,
+            dtype=run.dtype,
+            micro_batch_tokens=role.micro_batch_tokens,
+            scalar_head=self.role in SCALAR_HEAD,
+            optimizer=optimizer,
+            timeout_s=run.timeout_s,
+            recompute=role.recompute,
+            fp8=role.fp8,
+            offload=role.offload,
+            lora=role.lora,
+            seed=run.seed,
+        )
         return self.each("build", lambda rank: (self.role, settings))
 
     def score(
@@ -183,6 +206,21 @@ def tables(results: list[TableRef | None]) -> list[TableRef]:
     return [table for table in results if table is not None]
 
 
-def layouts(roles: Mapping[str, Any], pools: Mapping[str, Any]) -> dict[str, Layout]:
-    """The layout of each Megatron role: data parallelism is what tensor and pipeline parallelism leave of its pool."""
-    return {name: layout_on(role, pools) for name, role in roles.items()}
+def megatron_groups(
+    roles: Mapping[str, MegatronRoleConfig],
+    pools: Mapping[str, PoolConfig],
+    members: Mapping[str, Sequence[Member]],
+    calls: Calls,
+) -> dict[str, MegatronGroup]:
+    """A group for each role, of all processes of its pool.
+
+    Data parallelism is what tensor and pipeline parallelism leave of the pool.
+
+    Args:
+        members: the processes of each pool.
+    """
+    groups = {}
+    for name, role in roles.items():
+        ranks = tuple(replace(one, place=replace(one.place, role=name)) for one in members[role.pool])
+        groups[name] = MegatronGroup(ranks, calls, name, layout_on(role, pools))
+    return groups

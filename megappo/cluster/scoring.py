@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from megappo.cluster.groups import Group, MegatronGroup, Member, layouts
+from megappo.cluster.groups import Group, MegatronGroup, megatron_groups
 from megappo.cluster.processes import Processes
 from megappo.cluster.rewards import RewardGroup
 from megappo.cluster.start import RunStarter
-from megappo.config import SCALAR_HEAD, Config, MegatronRoleConfig
+from megappo.config import Config, MegatronRoleConfig
 from megappo.fit_given import check_scoring_fit
 from megappo.stack import MEGATRON
-from megappo.workers.settings import RoleSettings
 
 ROLES = ("actor", "reference", "reward")
 """The Megatron roles that score responses."""
@@ -55,22 +54,10 @@ class ScoringCluster(Processes):
         functions = Group(scorers, self.calls)
         scoring = (config.model_folder("actor"), config.roles.reward.absolute(), list(data_sources))
         building = [functions.each("build", lambda _: scoring)]
-        groups = {}
-        for name, layout in layouts(chosen, config.pools).items():
-            role = chosen[name]
-            ranks = tuple(Member(m.actor, replace(m.place, role=name), m.device) for m in members[role.pool])
-            groups[name] = MegatronGroup(ranks, self.calls, name, layout)
-            settings = RoleSettings(
-                folder=config.model_folder(name),
-                layout=layout,
-                dtype=config.run.dtype,
-                micro_batch_tokens=role.micro_batch_tokens,
-                scalar_head=name in SCALAR_HEAD,
-                timeout_s=config.run.timeout_s,
-                fp8=role.fp8,
-                offload=role.offload,
-            )
-            building.append(groups[name].build(settings))
+        groups = megatron_groups(chosen, config.pools, members, self.calls)
+        for name, group in groups.items():
+            role = replace(chosen[name], lora=None)  # adapters that were not trained change nothing
+            building.append(group.build(role, config.model_folder(name), config.run))
         self.calls.gather(*building)
         self.groups = groups
         self.reward = RewardGroup(functions, groups.get("reward"), config.roles.reward, config.model_folder("actor"))

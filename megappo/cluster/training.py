@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megappo.cluster.groups import MegatronGroup, layouts
+from megappo.cluster.groups import MegatronGroup, megatron_groups
 from megappo.cluster.processes import Processes
 from megappo.cluster.start import Starter
-from megappo.config import SCALAR_HEAD, SupervisedConfig
+from megappo.config import SupervisedConfig
 from megappo.fit_given import check_training_fit
 from megappo.stack import MEGATRON
-from megappo.workers.settings import RoleSettings
 
 
 class TrainingCluster(Processes):
@@ -46,20 +45,6 @@ class TrainingCluster(Processes):
         if config.run.device == "cuda":
             check_training_fit(config, role, devices)
         status("loading the model")
-        layout = layouts({role: config.role}, config.pools)[role]
-        self.model = MegatronGroup(members, self.calls, role, layout)
-        settings = RoleSettings(
-            folder=config.model_folder,
-            layout=layout,
-            dtype=config.run.dtype,
-            micro_batch_tokens=config.role.micro_batch_tokens,
-            scalar_head=role in SCALAR_HEAD,
-            optimizer=config.optimizer,
-            timeout_s=config.run.timeout_s,
-            recompute=config.role.recompute,
-            fp8=config.role.fp8,
-            offload=config.role.offload,
-            lora=config.role.lora,
-            seed=config.run.seed,
-        )
-        self.calls.gather(self.model.build(settings))
+        groups = megatron_groups({role: config.role}, config.pools, {config.role.pool: members}, self.calls)
+        self.model = groups[role]
+        self.calls.gather(self.model.build(config.role, config.model_folder, config.run, config.optimizer))

@@ -133,9 +133,10 @@ class PPOConfig:
         """Passes of a trained role over a step's batch."""
         return self.epochs * (self.critic_updates if role == "critic" else 1)
 
-    def optimizer_of(self, role: str) -> OptimizerConfig:
-        """What a trained role's weights are updated by."""
-        return (self.critic_optimizer if role == "critic" else None) or self.optimizer
+    @property
+    def optimizers(self) -> dict[str, OptimizerConfig]:
+        """Of the trained roles, by name."""
+        return {"actor": self.optimizer, "critic": self.critic_optimizer or self.optimizer}
 
     @property
     def streams(self) -> bool:

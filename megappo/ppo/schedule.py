@@ -38,9 +38,9 @@ def learning_rates(ppo: PPOConfig, step: int, total_steps: int) -> dict[str, flo
     """The learning rate of each role that trains in a step, counted from 0; the actor's first may be a later one."""
     rates = {}
     if ppo.needs_critic:
-        peak, optimizer = ppo.critic_lr or 0.0, ppo.optimizer_of("critic")
+        peak, optimizer = ppo.critic_lr or 0.0, ppo.optimizers["critic"]
         rates["critic"] = learning_rate(step, peak=peak, total_steps=total_steps, optimizer=optimizer)
     if (own := step - ppo.critic_warmup) >= 0:
         left = total_steps - ppo.critic_warmup
-        rates["actor"] = learning_rate(own, peak=ppo.actor_lr, total_steps=left, optimizer=ppo.optimizer)
+        rates["actor"] = learning_rate(own, peak=ppo.actor_lr, total_steps=left, optimizer=ppo.optimizers["actor"])
     return rates
