@@ -33,7 +33,7 @@ from megappo.report.versions import VERSIONS_NAME, versions
 from megappo.rewards.functions import make_manager
 from megappo.rewards.mix import PARTS, check_covered
 from megappo.run_lock import RunLock
-from megappo.stop_request import NoProgress
+from megappo.steps import require_progress
 from megappo.strict_yaml import parse, to_plain
 
 SAMPLES = 8
@@ -229,10 +229,7 @@ class Run:
         Raises:
             NoProgress: this command began at this very step, so that ending and starting it again would go on forever.
         """
-        if step == self._began_at:
-            raise NoProgress(
-                "asked to stop (SIGUSR1) before a single step was done: give it more time, or ask later before its end"
-            )
+        require_progress(step, self._began_at)
         self.console.status(f"stopped after step {step} as SIGUSR1 asked; the same command goes on from its checkpoint")
 
     def _warn_of_failed_rewards(self, rows: pa.Table) -> None:

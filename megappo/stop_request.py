@@ -11,10 +11,6 @@ STOPPED = 75
 """Exit status of a run that stopped as asked and goes on by the same command (``EX_TEMPFAIL`` of sysexits.h)."""
 
 
-class NoProgress(RuntimeError):
-    """A run was asked to stop before it had done a single step; starting it again in the same time would not help."""
-
-
 class StopRequest:
     """Attributes: ``asked``, whether anybody has asked."""
 

@@ -30,7 +30,8 @@ from megappo.report.trackers import Trackers
 from megappo.report.versions import VERSIONS_NAME, versions
 from megappo.run import changed_settings, title, write_whole
 from megappo.run_lock import RunLock
-from megappo.stop_request import NoProgress, StopRequest, stop_request
+from megappo.steps import is_due, require_progress, take_steps
+from megappo.stop_request import StopRequest, stop_request
 from megappo.strict_yaml import to_plain
 from megappo.workers.objectives import Objective
 from megappo.workers.supervised_objectives import PairObjective, ResponseObjective
@@ -132,14 +133,11 @@ class _Trainer:
         with self.trackers:
             if self.step == 0 and config.run.validate_before:
                 self._record(self.validate())
-            began_at, saved = self.step, True
-            while self.step < config.run.steps:
-                if self.stop.asked and saved:
-                    if self.step == began_at:
-                        raise NoProgress("asked to stop (SIGUSR1) before a single step was done: give it more time")
-                    self.console.status(f"stopped after step {self.step}, as SIGUSR1 asked")
-                    return False
-                saved = self.train_step()
+            began_at = self.step
+            if not take_steps(self, config.run.steps, self.stop):
+                require_progress(self.step, began_at)
+                self.console.status(f"stopped after step {self.step}, as SIGUSR1 asked")
+                return False
         self.console.finish(f"checkpoint: {self.checkpoints.latest()}")
         return True
 
@@ -164,15 +162,13 @@ class _Trainer:
             "perf/total_num_tokens": float(rows.tokens.sum()),
             "perf/throughput": float(rows.tokens.sum()) / seconds / len(self.cluster.model.members),
         }
-        last = self.step == run.steps
-        if last or (run.validate_every and self.step % run.validate_every == 0):
+        if is_due(self.step, run.validate_every, run.steps):
             metrics |= self.validate()
-        due = last or self.stop.asked or (run.checkpoint_every > 0 and self.step % run.checkpoint_every == 0)
-        if due:
+        if saved := self.stop.asked or is_due(self.step, run.checkpoint_every, run.steps):
             self.save(metrics)
         else:
             self._record(metrics)
-        return due
+        return saved
 
     def validate(self) -> Metrics:
         """Loss on the validation examples, how often the chosen side of a pair has the higher score; and the time."""

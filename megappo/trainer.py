@@ -36,6 +36,7 @@ from megappo.report.step_metrics import Metrics, time_metrics
 from megappo.restarts import with_restarts
 from megappo.rewards.scale import Moments, scaled
 from megappo.run import Run
+from megappo.steps import is_due, take_steps
 from megappo.stop_request import StopRequest, stop_request
 from megappo.streamed import Streamed
 from megappo.workers.objectives import ActorObjective, CriticObjective
@@ -73,16 +74,11 @@ def _train_until_stopped(config: Config, run: Run, stop: StopRequest) -> bool:
         trainer.resume()
         if trainer.step == 0 and config.run.validate_before:
             run.log(0, trainer.validate(check=True))
-        saved = True
-        while trainer.step < config.run.steps:
-            if stop.asked and saved:
-                run.stopped(trainer.step)
-                return False
-            saved = trainer.train_step()
-        if not run.is_finished:  # for want of time the last step was not validated
-            run.stopped(trainer.step)
-            return False
-    return True
+        # For want of time the last step may be done, but not validated.
+        if take_steps(trainer, config.run.steps, stop) and run.is_finished:
+            return True
+        run.stopped(trainer.step)
+        return False
 
 
 class Trainer:
@@ -160,20 +156,20 @@ class Trainer:
         Raises:
             StoppedByGuard, UnknownMetric: with words for the user.
         """
-        last = self.step == self.config.run.steps
-        if last or _due(self.step, self.config.run.validate_every):
+        run = self.config.run
+        if is_due(self.step, run.validate_every, run.steps):
             if self.stop.asked and self.run.watched_prompts:
                 self.save(metrics, validated=False)
                 return True
             metrics |= self.validate()
         verdict = self.judge(metrics)
-        asked = last or self.stop.asked or bool(verdict.stop)
-        if due := asked or verdict.improved or _due(self.step, self.config.run.checkpoint_every):
+        asked = self.stop.asked or bool(verdict.stop) or verdict.improved
+        if saved := asked or is_due(self.step, run.checkpoint_every, run.steps):
             self.save(metrics)
         else:
             self.run.log(self.step, metrics)
         self._end_if_told(verdict)
-        return due
+        return saved
 
     def catch_up(self, checkpoint: Path, metrics: Metrics) -> None:
         """Validate and log the step of a checkpoint that had to be written before.
@@ -375,7 +371,3 @@ def batch_source(config: Config, cluster: Cluster, prompts: PromptSet) -> Ahead 
     if config.ppo.streams:
         return Streamed(config, cluster, prompts)
     return Ahead(config, Collector(config, cluster, prompts))
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

@@ -26,7 +26,8 @@ from megappo.report.run_log import read_log, read_samples
 from megappo.report.step_metrics import Metrics
 from megappo.restarts import with_restarts
 from megappo.run import Run
-from megappo.stop_request import NoProgress, StopRequest
+from megappo.steps import NoProgress
+from megappo.stop_request import StopRequest
 
 METRIC = "val-core/arithmetic/acc/mean@1"
 SCORES = {1: 0.25, 2: 0.75, 3: 0.5, 4: 0.625}

@@ -18,22 +18,25 @@ from megappo.cluster.calls import Pending
 from megappo.config import load_supervised
 from megappo.data.prompts import DataError
 from megappo.report import trackers
+from megappo.steps import NoProgress
 from megappo.stop_request import StopRequest
 from megappo.supervised import _Trainer
 
 
 class Model:
-    """A group whose workers do nothing, but fail in the update of step ``fails``."""
+    """A group whose workers do nothing; one update fails, and in one someone asks to stop, if told so."""
 
     members = (None,)
 
-    def __init__(self, fails: int = 0) -> None:
-        self.updates, self.fails = 0, fails
+    def __init__(self, fails: int = 0, asks: tuple[int, StopRequest] | None = None) -> None:
+        self.updates, self.fails, self.asks = 0, fails, asks
 
     def update(self, *args: Any) -> Pending[Any]:
         self.updates += 1
         if self.updates == self.fails:
             raise FloatingPointError("the gradient norm is nan")
+        if self.asks and self.updates == self.asks[0]:
+            self.asks[1].ask()
         return Pending((), lambda results: {"critic/grad_norm": 1.0})
 
     def save(self, folder: str) -> Pending[Any]:
@@ -85,3 +88,15 @@ def test_a_run_goes_on_with_the_examples_that_it_began_with(tmp_path: Path, proj
     finally:
         train.write_bytes(stored)
     assert run(tmp_path, Model())
+
+
+def test_a_run_that_is_asked_to_stop_does_so_with_a_checkpoint(tmp_path: Path) -> None:
+    stop = StopRequest()
+    stop.ask()
+    with pytest.raises(NoProgress):
+        run(tmp_path, Model(), stop)
+    stop.asked = False
+    assert not run(tmp_path, Model(asks=(3, stop)), stop)
+    assert log_steps(tmp_path) == [0, 1, 2, 3] and (tmp_path / "checkpoints/step_3/trainer.json").is_file()
+    assert run(tmp_path, Model())
+    assert log_steps(tmp_path) == [0, 1, 2, 3, 4, 5]

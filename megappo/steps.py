@@ -1,0 +1,55 @@
+"""The steps of a run, of PPO or on examples: what is due after one, and when to take no more."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from megappo.stop_request import StopRequest
+
+
+class NoProgress(RuntimeError):
+    """A run was asked to stop before it had done a single step; starting it again in the same time would not help."""
+
+
+class Loop(Protocol):
+    """Attributes: ``step``, the number of steps that are done."""
+
+    step: int
+
+    def train_step(self) -> bool:
+        """Do one more; whether a checkpoint holds it."""
+
+
+def take_steps(loop: Loop, last: int, stop: StopRequest) -> bool:
+    """Take what is left of the steps, from a checkpoint or the beginning.
+
+    Returns:
+        Whether all are done; if not, a stop was asked for, and a checkpoint holds what is done.
+    """
+    saved = True
+    while loop.step < last:
+        if stop.asked and saved:
+            return False
+        saved = loop.train_step()
+    return True
+
+
+def require_progress(step: int, began_at: int | None) -> None:
+    """Refuse to end as asked where the same command would only do the same again.
+
+    Args:
+        step: steps that are done.
+        began_at: steps that were, when this command began; None: it has not begun.
+
+    Raises:
+        NoProgress: they are as many.
+    """
+    if step == began_at:
+        raise NoProgress(
+            "asked to stop (SIGUSR1) before a single step was done: give it more time, or ask later before its end"
+        )
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Whether what comes every so many steps (0: never), and at the end, comes after this one, counted from 1."""
+    return step == last or (every > 0 and step % every == 0)
