@@ -39,18 +39,17 @@ summary() {
 import sys
 from pathlib import Path
 
-import yaml
-
 from megappo.report.console import duration, validation_scores
 from megappo.report.parts import seconds_of
 from megappo.report.run_log import read_log
+from megappo.strict_yaml import parse
 
 run = Path(sys.argv[1])
 log = read_log(run)
 config = run / "config.yaml"
 if not log or not config.is_file():
     sys.exit(1)
-wanted = yaml.safe_load(config.read_text())["run"]["steps"]
+wanted = parse(config.read_text(), [])["run"]["steps"]
 if log[-1]["step"] < wanted:
     print(f"quickstart: {log[-1]['step']} of {wanted} steps are done")
     sys.exit(1)
