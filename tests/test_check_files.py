@@ -65,8 +65,8 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "missing shards": (
         lambda at: _index(at / "model", ["a.safetensors", "b.safetensors", "c.safetensors"]),
-        "model: FOLDER/model/model.safetensors.index.json: names 3 files, of which b.safetensors and 1 more are not "
-        "there: add them",
+        "model: FOLDER/model/model.safetensors.index.json: of 3 files that it names, there is no b.safetensors and 1 "
+        "more: add what is missing",
     ),
     "weights of another depth": (
         lambda at: (at / "model/config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": 5})),

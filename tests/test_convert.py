@@ -284,12 +284,18 @@ def test_wrong_folders_are_named_with_the_way_out(tmp_path: Path, capsys: pytest
     run(folder, checkpoint)
     mixture = make(tmp_path / "mixture", "mixtral")
     (tmp_path / "old" / "mp_rank_00").mkdir(parents=True)
+    (peft := tmp_path / "peft").mkdir()
+    (peft / "adapter_config.json").write_text("{}")
     shutil.copytree(checkpoint, tmp_path / "cut")
     (tmp_path / "cut" / ".metadata").unlink()
     shutil.copytree(checkpoint, tmp_path / "alone")
     shutil.rmtree(tmp_path / "alone" / "huggingface")
     for source, options, words in (
         (tmp_path / "none", {}, "no such folder: give a Hugging Face folder, a Megatron checkpoint or a run"),
+        (folder / "config.json", {}, "model/config.json: is a file: give the folder that it is in"),
+        (peft, {}, "peft: holds adapters (PEFT), and not the model that they belong to: merge them into their model"),
+        (folder, {"role": "critic"}, "--role critic: "),
+        (folder, {"model": "x"}, "is a Hugging Face folder, with one model and a config: leave it out"),
         (tmp_path, {}, "is no model: give a Hugging Face folder"),
         (tmp_path / "old", {}, "is Megatron's old format"),
         (tmp_path / "cut", {}, "has no .metadata, so it is no complete checkpoint"),
@@ -321,7 +327,7 @@ def test_wrong_folders_are_named_with_the_way_out(tmp_path: Path, capsys: pytest
 def test_a_full_disk_is_seen_before_work_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make(tmp_path / "model")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 5, 5))  # type: ignore[attr-defined]
-    assert "its disk has 0.0 GB free: make room" in problems(folder, tmp_path / "checkpoint")
+    assert "its disk has 5e-09 GB free: make room" in problems(folder, tmp_path / "checkpoint")
 
 
 def test_a_checkpoint_file_that_is_cut_short(tmp_path: Path) -> None:

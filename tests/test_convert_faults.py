@@ -145,6 +145,21 @@ def test_no_finite_value_becomes_infinite(tmp_path: Path, processes: int) -> Non
     assert torch.equal(kept.view(torch.int16), expected.view(torch.int16))
 
 
+# --- permissions ----------------------------------------------------------------------------------------------------
+
+
+def test_what_may_not_be_looked_at_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "model/config.json")
+
+    for name in ("find_source", "ToMegatron"):
+        monkeypatch.setattr(f"megappo.convert.command.{name}", refuse)
+        assert problems(make(tmp_path / "model"), tmp_path / "checkpoint") == (
+            "model/config.json: cannot be read (Permission denied): change its permissions, or copy it again"
+        )
+        monkeypatch.undo()
+
+
 # --- the source changes ---------------------------------------------------------------------------------------------
 
 

@@ -97,6 +97,13 @@ def test_all_problems_at_once(folder: Path) -> None:
         f"{folder}: tensor model.layers.2.mlp.up_proj.weight is not part of this family",
         f"{folder}: tensor model.norm.weight [64] is missing",
         f"{folder}: tensor visual.patch_embed.weight is not part of this family",
+        f"{folder}: give the config.json that the weights belong to, or weights that are whole",
+    ]
+    edit(folder, [name for name in load_file(folder / SINGLE) if ".1." in name])  # as with a config.json of more layers
+    many = problems(folder)
+    assert len(many) == 10 and many[8:] == [
+        f"{folder}: 8 more tensors are so",
+        f"{folder}: give the config.json that the weights belong to, or weights that are whole",
     ]
 
 
@@ -127,7 +134,7 @@ def test_a_tied_head_may_be_written_out(folder: Path) -> None:
 
 def test_an_untied_head_may_not_be_missing(folder: Path) -> None:
     edit(folder, ["lm_head.weight"])
-    assert problems(folder) == [f"{folder}: tensor lm_head.weight [61, 64] is missing"]
+    assert problems(folder)[0] == f"{folder}: tensor lm_head.weight [61, 64] is missing"
     load(folder, scalar_head=True)  # a critic has no use for it
 
 
@@ -137,9 +144,8 @@ def test_scalar_head_is_zero_if_fresh_and_read_if_there(folder: Path) -> None:
     edit(folder, ["lm_head.weight"], score__weight=score)
     assert torch.equal(load(folder, scalar_head=True)["output_layer.weight"], score)
     edit(folder, score__weight=torch.zeros(2, 64))
-    assert problems(folder, scalar_head=True) == [
-        f"{folder}: tensor score.weight has shape [2, 64], config.json says [1, 64]"
-    ]
+    said = f"{folder}: tensor score.weight has shape [2, 64], config.json says [1, 64]"
+    assert problems(folder, scalar_head=True)[0] == said
 
 
 def test_several_files_load_as_one(folder: Path) -> None:
@@ -189,7 +195,7 @@ def test_an_index_that_does_not_fit_its_files(folder: Path) -> None:
     assert problems(folder) == [f"{two}: lacks tensor model.embed_tokens.weight, which the index places there"]
     one.unlink()
     two.unlink()
-    there = f"names 2 files, of which {one.name} and 1 more are not there: add them"
+    there = f"of 2 files that it names, there is no {one.name} and 1 more: add what is missing"
     assert problems(folder) == [f"{folder / INDEX}: {there}"]
 
 

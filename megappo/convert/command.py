@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,11 @@ def convert(source: str | Path, destination: str | Path, options: Options, say: 
         ShareError: a process died; nothing is left at ``destination``.
         VerifyError: the two sides differ.
     """
-    found = find_source(Path(source), options.role, Path(options.model) if options.model else None)
-    folder = destination_folder(destination)
-    _check(found, folder, options)
-    record = _record(found, options)
+    with reading(source):
+        found = find_source(Path(source), options.role, Path(options.model) if options.model else None)
+        folder = destination_folder(destination)
+        _check(found, folder, options)
+        record = _record(found, options)
     if is_made(folder, record):
         say(f"{folder}: is there already, made from the same: nothing to do")
     else:
@@ -91,14 +93,15 @@ def _write(found: Source, folder: Path, options: Options, record: dict[str, Any]
     dtype = DTYPES[options.dtype] if options.dtype else None
     bucket_bytes = options.bucket_mb * 2**20
     work: ToMegatron | FromCheckpoint
-    if found.format == "hf":
-        for remark in set_aside(found.folder):
-            say(f"warning: {remark}")
-        work = ToMegatron(found.folder, dtype, _layout(options), bucket_bytes)
-    else:
-        shard_bytes = int(options.shard_gb * 1e9)
-        scores = found.folder.name == "reward"
-        work = _kind(found, options)(found.folder, found.model_folder, dtype, shard_bytes, bucket_bytes, scores=scores)
+    with reading(found.folder):
+        if found.format == "hf":
+            for remark in set_aside(found.folder):
+                say(f"warning: {remark}")
+            work = ToMegatron(found.folder, dtype, _layout(options), bucket_bytes)
+        else:
+            kind, shard_bytes = _kind(found, options), int(options.shard_gb * 1e9)
+            scores = found.folder.name == "reward"
+            work = kind(found.folder, found.model_folder, dtype, shard_bytes, bucket_bytes, scores=scores)
     check_destination(folder, overwrite=options.overwrite, needed_bytes=work.num_bytes)
     try:
         with writing(folder, record) as partial:
@@ -119,6 +122,20 @@ def _write(found: Source, folder: Path, options: Options, record: dict[str, Any]
         f"{folder}: {what}{work.spec.family} with a {head} head, {work.num_bytes / 1e9:.2f} GB "
         f"in {time.monotonic() - begin:.1f} s"
     )
+
+
+@contextmanager
+def reading(source: str | Path) -> Iterator[None]:
+    """Name what cannot be read, for want of permissions say.
+
+    Raises:
+        ModelError: what is done here raised OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        why = f"cannot be read ({error.strerror or error}): change its permissions, or copy it again"
+        raise ModelError([f"{error.filename or source}: {why}"]) from None
 
 
 def _kind(found: Source, options: Options) -> type[FromCheckpoint]:
@@ -152,6 +169,12 @@ def _check(found: Source, folder: Path, options: Options) -> None:
     if found.format == "megatron" and any(getattr(options, name) != getattr(Options, name) for name in SIZES):
         named = ", ".join(f"--{name}" for name in SIZES)
         problems.append(f"{named}: a Hugging Face folder has no layout: leave them out")
+    if found.format == "hf":
+        problems += [
+            f"--{name} {value}: {found.folder} is a Hugging Face folder, with one model and a config: leave it out"
+            for name, value in (("role", options.role), ("model", options.model))
+            if value
+        ]
     if options.verify and adapted:
         problems.append("--verify: adapters have no other side to be compared with: leave it out")
     for name in (*SIZES, "shard_gb", "bucket_mb"):

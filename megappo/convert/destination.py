@@ -64,6 +64,8 @@ def check_destination(folder: Path, *, overwrite: bool, needed_bytes: int) -> No
         ModelError: the folder is in the way, or cannot be made, or its disk is too small.
     """
     parent = next(parent for parent in folder.absolute().parents if parent.exists())
+    if not parent.is_dir():
+        raise ModelError([f"{folder}: {parent} is a file: choose another DST"])
     if folder.exists() and not folder.is_dir():
         raise ModelError([f"{folder}: is a file: choose another DST"])
     if folder.is_dir() and not _is_empty(folder):
@@ -88,7 +90,7 @@ def check_destination(folder: Path, *, overwrite: bool, needed_bytes: int) -> No
     free = shutil.disk_usage(parent).free + sum(path.stat().st_blocks * 512 for path in files)
     if free < needed_bytes:
         raise ModelError(
-            [f"{folder}: needs {needed_bytes / 1e9:.1f} GB, its disk has {free / 1e9:.1f} GB free: make room"]
+            [f"{folder}: needs {needed_bytes / 1e9:.3g} GB, its disk has {free / 1e9:.3g} GB free: make room"]
         )
 
 

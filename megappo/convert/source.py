@@ -55,12 +55,17 @@ def find_source(path: Path, role: str | None, model: Path | None) -> Source:
     Raises:
         ModelError: nothing that we can convert, saying what it is instead.
     """
+    if path.is_file():
+        raise ModelError([f"{path}: is a file: give the folder that it is in"])
     if not path.is_dir():
         others = Checkpoints(path.parent, keep=1).complete() if step_of(path.name) is not None else []
         if others:
             there = ", ".join(f"step_{step}" for step in others)
             raise ModelError([f"{path}: is not there (old ones go, see run.keep_checkpoints): there are {there}"])
         raise ModelError([f"{path}: no such folder: give a Hugging Face folder, a Megatron checkpoint or a run"])
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        fix = "merge them into their model first (PEFT's merge_and_unload), or give the run's own checkpoint"
+        raise ModelError([f"{path}: holds adapters (PEFT), and not the model that they belong to: {fix}"])
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
         return Source("hf", path, path)
     checkpoint = _checkpoint(path, role)

@@ -21,6 +21,9 @@ HEADER_BYTES = 100_000_000
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MOST_NAMED = 8
+"""Tensors in an error: with a wrong config.json, most of them do not fit."""
+
 Form = tuple[Dtype, tuple[int, ...]]
 """What a tensor is without its values."""
 
@@ -42,7 +45,8 @@ def tensor_files(folder: str | Path) -> dict[str, Path]:
     try:
         files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError([f"{index}: is no index of safetensors files ({error!r}): copy it again"]) from None
+        why = error if isinstance(error, OSError | ValueError) else repr(error)
+        raise ModelError([f"{index}: is no index of safetensors files ({why}): copy it again"]) from None
     named = sorted(set(files.values()))
     if single.is_file() and named != [single]:
         raise ModelError(
@@ -52,8 +56,8 @@ def tensor_files(folder: str | Path) -> dict[str, Path]:
             ]
         )
     if absent := [path.name for path in named if not path.is_file()]:
-        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-        raise ModelError([f"{index}: names {len(named)} files, of which {absent[0]}{more} are not there: add them"])
+        lost = absent[0] if len(absent) == 1 else f"{absent[0]} and {len(absent) - 1} more"
+        raise ModelError([f"{index}: of {len(named)} files that it names, there is no {lost}: add what is missing"])
     return files
 
 
@@ -101,7 +105,7 @@ def check_tensors(
     """Compare the tensors of a folder, by name and shape, with what the family expects.
 
     Raises:
-        ModelError: listing all that are missing, not expected, or have another shape.
+        ModelError: naming those that are missing, not expected, or have another shape, the first few of many.
     """
     optional = {"lm_head.weight", "score.weight"}  # a tied head may be written out; a critic does not use either
     problems = [f"{folder}: tensor {name} {list(expected[name])} is missing" for name in expected.keys() - found.keys()]
@@ -114,7 +118,9 @@ def check_tensors(
                 f"{folder}: tensor {name} has shape {list(found[name])}, config.json says {list(expected[name])}"
             )
     if problems:
-        raise ModelError(sorted(problems))
+        more = [f"{folder}: {len(problems) - MOST_NAMED} more tensors are so"] if len(problems) > MOST_NAMED else []
+        fix = f"{folder}: give the config.json that the weights belong to, or weights that are whole"
+        raise ModelError([*sorted(problems)[:MOST_NAMED], *more, fix])
 
 
 def no_weights(folder: str | Path, tensors: Mapping[str, Stored]) -> list[str]:

@@ -162,9 +162,9 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
     except FileNotFoundError:
         raise ModelError([f"{folder}: has no config.json: give the path of a Hugging Face model folder"]) from None
     except (OSError, ValueError) as error:
-        raise ModelError([f"{path}: cannot be read as JSON ({error})"]) from None
+        raise ModelError([f"{path}: cannot be read as JSON ({error}): copy it again"]) from None
     if not isinstance(raw, dict):
-        raise ModelError([f"{path}: holds {type(raw).__name__}, not an object"])
+        raise ModelError([f"{path}: holds {type(raw).__name__}, not an object: copy it again"])
     family = known_families().get(str(raw.get("model_type")))
     if family is None:
         known = ", ".join(sorted(known_families()))
