@@ -156,13 +156,18 @@ class Collector:
 
 
 def baseline_column(ids: np.ndarray, greedy: Batch) -> list[TableRef]:
-    """``baseline`` (float32) and ``baseline_tokens`` (int64) of every row: score and length of its greedy response.
+    """Of each row's greedy response: ``baseline``, its score (float32), ``baseline_failed`` and ``baseline_tokens``.
 
     Args:
         ids: the batch's rows, as many to a prompt as to any other, in the order of `greedy`.
         greedy: scored.
     """
     samples = len(ids) // len(greedy.ids)
-    scores = rows_of.column(greedy.read("score"), "score").astype(np.float32)
-    columns = {"baseline": scores.repeat(samples), "baseline_tokens": greedy.response_tokens.repeat(samples)}
-    return [put_table(pa.table({"id": pa.array(ids, pa.int64()), **columns}))]
+    scored = greedy.read("score", "failed")
+    columns = {
+        "baseline": rows_of.column(scored, "score").astype(np.float32),
+        "baseline_failed": rows_of.column(scored, "failed").astype(bool),
+        "baseline_tokens": greedy.response_tokens,
+    }
+    repeated = {name: values.repeat(samples) for name, values in columns.items()}
+    return [put_table(pa.table({"id": pa.array(ids, pa.int64()), **repeated}))]

@@ -174,8 +174,8 @@ def test_a_replay_without_what_the_estimator_takes(project: Project) -> None:
     pq.write_table(pa.Table.from_pylist([REPLAY]), "good.parquet")
     overrides = ("run.steps=1", "data.replay=good.parquet", "roles.critic=null", "ppo.estimator=remax")
     assert project.report(*overrides, "ppo.overlong.buffer=2").errors == (
-        "data.replay: good.parquet: has no column baseline, baseline_tokens, of greedy responses, which ppo.estimator "
-        "remax takes: give batches that such a run dumped, or choose another estimator",
+        "data.replay: good.parquet: has no column baseline, baseline_failed, baseline_tokens, of greedy responses, "
+        "which ppo.estimator remax takes: give batches that such a run dumped, or choose another estimator",
     )
 
 

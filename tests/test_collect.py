@@ -86,7 +86,9 @@ class Played:
         prompts, ids = rows_of.column(rows, "prompt_index"), rows_of.column(rows, "id")
         self.scored += ids.tolist()
         scores = [self.score_of(int(prompt), int(row) % SAMPLES) for prompt, row in zip(prompts, ids, strict=True)]
-        return [dataflow.put_table(pa.table({"id": rows.column("id"), "score": pa.array(scores, pa.float32())}))]
+        failed = prompts == 2
+        table = pa.table({"id": rows.column("id"), "score": pa.array(scores, pa.float32()), "failed": failed})
+        return [dataflow.put_table(table)]
 
 
 def collector(monkeypatch: pytest.MonkeyPatch, played: Played, max_rounds: int, **ppo: Any) -> Collector:
@@ -169,6 +171,7 @@ def test_a_greedy_response_to_each_prompt_of_the_batch(monkeypatch: pytest.Monke
     assert table.column("id").to_pylist() == found.batch.ids.tolist()
     assert [int(value) for value in table.column("baseline").to_pylist()] == [1, 1, 2, 2, 3, 3]
     assert table.column("baseline_tokens").to_pylist() == [1] * 6
+    assert table.column("baseline_failed").to_pylist() == [False, False, True, True, False, False]
 
 
 def test_batches_of_dynamic_sampling_are_taken_up_by_engines_that_draw_all_the_time(

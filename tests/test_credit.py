@@ -109,7 +109,7 @@ def test_remax_charges_the_greedy_response_for_its_length_too() -> None:
     ppo = replace(PPO, estimator="remax", overlong=OverlongConfig(buffer=2, penalty=3.0), kl=KLConfig(in_reward=False))
     credit = credit_of(rows, ppo, FIXED)
     assert lists(credit.table, "advantages") == [[0.0, 0.0, 0.0], [3.0]]  # the second is within 1 token, not 4
-    assert ppo.greedy_columns == ("baseline", "baseline_tokens")
+    assert ppo.greedy_columns == ("baseline", "baseline_failed", "baseline_tokens")
 
 
 @pytest.mark.parametrize("whitens", [False, True])

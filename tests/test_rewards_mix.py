@@ -90,6 +90,14 @@ def test_normalisation(normalize: str) -> None:
     assert moments.count == (16 if normalize == "running" else 0)
 
 
+def test_a_greedy_response_is_scaled_as_any_other() -> None:
+    rows = pa.table({"score": [1.0, 3.0, 0.0], "failed": [False, False, True]})
+    rows = rows.append_column("baseline", rows["score"]).append_column("baseline_failed", rows["failed"])
+    out, _ = scaled(rows, RewardConfig(function="f", normalize="batch"), Moments())
+    assert batch.column(out, "baseline").tolist() == batch.column(out, "score").tolist()
+    np.testing.assert_allclose(batch.column(out, "baseline"), [-(0.5**0.5), 0.5**0.5, 0.0], rtol=1e-6)
+
+
 def test_clipping_and_equal_scores() -> None:
     rows = pa.table({"score": pa.array([-4.0, 0.5, 9.0], pa.float32()), "failed": [False] * 3})
     out, _ = scaled(rows, RewardConfig(function="f", clip=2.0), Moments())

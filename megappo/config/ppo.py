@@ -168,7 +168,7 @@ class PPOConfig:
     def greedy_columns(self) -> tuple[str, ...]:
         """What advantages take of the greedy response to each prompt."""
         lengths = () if self.overlong is None else ("baseline_tokens",)
-        return ("baseline", *lengths) if self.needs_greedy else ()
+        return ("baseline", "baseline_failed", *lengths) if self.needs_greedy else ()
 
     @property
     def whitens(self) -> bool:

@@ -47,8 +47,8 @@ def scaled(rows: pa.Table, reward: RewardConfig, moments: Moments) -> tuple[pa.T
     Rows whose reward failed take no part, and stay at 0.
 
     Args:
-        rows: ``score`` float32, ``failed`` bool, and perhaps ``baseline``, which is treated alike, and
-            ``token_scores``, which are divided alike.
+        rows: ``score`` float32, ``failed`` bool, and perhaps ``baseline`` with ``baseline_failed``, which are treated
+            alike, and ``token_scores``, which are divided alike.
         moments: of the steps before; used, and updated first, where ``normalize`` is ``running``.
     """
     if reward.normalize == "none" and reward.clip is None:
@@ -62,7 +62,8 @@ def scaled(rows: pa.Table, reward: RewardConfig, moments: Moments) -> tuple[pa.T
     values = np.where(failed, 0.0, _clipped((scores - shift) / scale, reward.clip))
     rows = _replaced(rows, "score", pa.array(values.astype(np.float32)))
     if "baseline" in rows.column_names:
-        baseline = _clipped((batch.column(rows, "baseline") - shift) / scale, reward.clip)
+        without = batch.column(rows, "baseline_failed").astype(bool)
+        baseline = np.where(without, 0.0, _clipped((batch.column(rows, "baseline") - shift) / scale, reward.clip))
         rows = _replaced(rows, "baseline", pa.array(baseline.astype(np.float32)))
     if "token_scores" in rows.column_names:
         tokens = (batch.flat(rows, "token_scores") / scale).astype(np.float32)
