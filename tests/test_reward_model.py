@@ -104,6 +104,7 @@ def test_another_tokenizer(tmp_path: Path) -> None:
                 [[*tokenizer("3")["input_ids"], end], tokenizer("4")["input_ids"], tokenizer("1" * 60)["input_ids"]],
                 pa.list_(pa.int32()),
             ),
+            "finish_reason": ["stop", "length", "length"],
             "prompt_text": ["<user>1+2=</user>", "1+2=", "1+2="],
             "messages": pa.array([json.dumps(messages), None, None], pa.string()),
         }
@@ -121,8 +122,6 @@ def test_what_is_read_is_what_was_trained_on(tmp_path: Path) -> None:
     actor, other = make_tiny_model().make_tokenizer(), other_tokenizer()
     for name, tokenizer in (("actor", actor), ("scorer", other)):
         tokenizer.save_pretrained(tmp_path / name)
-    end_of_turn = actor.convert_tokens_to_ids("#")  # which ends a response too, as the generation config says
-    (tmp_path / "actor" / "generation_config.json").write_text(json.dumps({"eos_token_id": [end_of_turn]}))
     messages = [{"role": "user", "content": "1+2="}]
     trained = []
     for prompt in (messages, "1+2="):
@@ -131,16 +130,16 @@ def test_what_is_read_is_what_was_trained_on(tmp_path: Path) -> None:
         examples = load_pairs([tmp_path / "pairs.parquet"], other, max_tokens=40)
         trained += batch.split_rows(examples.table, "prompt_ids")[:1]
     three = actor("3")["input_ids"]
-    responses = [[*three, actor.eos_token_id], [*three, actor.eos_token_id], three, three]
+    responses = [[*three, actor.eos_token_id]] * 2 + [three] * 2
     rows = pa.table(
         {
             "response_ids": pa.array(responses, pa.list_(pa.int32())),
+            "finish_reason": ["stop", "stop", "length", "length"],
             "prompt_text": ["", "1+2="] * 2,
             "messages": pa.array([json.dumps(messages), None] * 2, pa.string()),
         }
     )
     reader = make_reader(str(tmp_path / "actor"), str(tmp_path / "scorer"))
-    assert reader.ends == {actor.eos_token_id, end_of_turn}
     found = [ids.tolist() for ids in reader.sequences(rows)]
     assert found[:2] == [ids.tolist() for ids in trained]
     assert found[2:] == [ids.tolist()[:-1] for ids in trained]  # they were cut

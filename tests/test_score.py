@@ -94,6 +94,9 @@ def test_answers(tmp_path: Path) -> None:
     assert answers.column("ground_truth").to_pylist() == ["3", "3", "4"]
     pq.write_table(answers, tmp_path / "dumped.parquet")
     assert load_answers(tmp_path / "dumped.parquet", "response", tokenizer, limits=Limits(51, 9)) == answers
+    pq.write_table(answers.drop_columns(["messages", "finish_reason"]), tmp_path / "less.parquet")
+    less = load_answers(tmp_path / "less.parquet", "response", tokenizer, limits=Limits(51, 9))
+    assert less.select(answers.column_names) == answers  # all prompts are plain, all responses whole
     with pytest.raises(DataError, match=r"row 0 \(counting from 0\): 6 tokens are more than the 5"):
         load_answers(path, "response", tokenizer, limits=Limits(51, 5))
     with pytest.raises(DataError, match="missing column answer; it has prompt, response"):

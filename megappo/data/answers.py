@@ -57,6 +57,8 @@ def _dumped(path: Path) -> pa.Table | None:
         return None  # which is said with better words where the file is read
     if "messages" not in names:
         table = table.append_column("messages", pa.nulls(table.num_rows, pa.string()))
+    if "finish_reason" not in names:  # as of text
+        table = table.append_column("finish_reason", pa.array(["stop"] * table.num_rows, pa.string()))
     return table
 
 

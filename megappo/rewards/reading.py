@@ -12,10 +12,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from megappo.data import batch
+from megappo.data.loss_mask import was_cut
 from megappo.data.sequences import joined
-from megappo.models.end_of_text import end_of_text_ids
 
-COLUMNS = ("prompt_ids", "response_ids", "prompt_text", "messages")
+COLUMNS = ("prompt_ids", "response_ids", "prompt_text", "messages", "finish_reason")
 """The columns of a batch that a reading needs."""
 
 
@@ -25,8 +25,7 @@ def make_reader(actor_folder: str, reward_folder: str) -> Reader:
     from transformers import AutoTokenizer
 
     actor = AutoTokenizer.from_pretrained(actor_folder)
-    reward = actor if actor_folder == reward_folder else AutoTokenizer.from_pretrained(reward_folder)
-    return Reader(actor, reward, frozenset(end_of_text_ids(actor_folder)))
+    return Reader(actor, actor if actor_folder == reward_folder else AutoTokenizer.from_pretrained(reward_folder))
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,10 @@ class Reader:
     Attributes:
         actor: the tokenizer of the rows' token ids, from transformers.
         reward: the reward model's.
-        ends: the actor's tokens that end a response.
     """
 
     actor: Any
     reward: Any
-    ends: frozenset[int]
 
     def sequences(self, rows: pa.Table) -> list[npt.NDArray]:
         """Token ids of prompt and response of each row, int32, as the reward model knows them.
@@ -51,16 +48,16 @@ class Reader:
         response; and, unless the response was cut, the reward model's end-of-text token, at which it then scores.
 
         Args:
-            rows: ``prompt_ids``, ``response_ids``, ``prompt_text`` and ``messages`` (JSON; null of a plain prompt).
+            rows: ``prompt_ids`` and ``response_ids``; where the tokenizers differ also ``prompt_text``, ``messages``
+                (JSON; null of a plain prompt) and ``finish_reason``.
         """
         if same_tokenizer(self.actor, self.reward):
             return joined(rows)
-        responses = [ids.tolist() for ids in batch.split_rows(rows, "response_ids")]
-        answers = self.actor.batch_decode(responses, skip_special_tokens=True)
+        answers = self.actor.batch_decode(batch.split_rows(rows, "response_ids"), skip_special_tokens=True)
         prompts, chats = rows.column("prompt_text").to_pylist(), rows.column("messages").to_pylist()
         return [
-            self._sequence(prompt, json.loads(chat) if chat else None, answer, ended=bool(self.ends & {*ids[-1:]}))
-            for prompt, chat, answer, ids in zip(prompts, chats, answers, responses, strict=True)
+            self._sequence(prompt, json.loads(chat) if chat else None, answer, ended=not cut)
+            for prompt, chat, answer, cut in zip(prompts, chats, answers, was_cut(rows), strict=True)
         ]
 
     def _sequence(
