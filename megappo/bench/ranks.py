@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
 from megappo.bench.table import BenchError
@@ -22,9 +23,9 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any, limit_s: floa
     """
     from megappo.reshard.gloo import host_store
 
-    context = multiprocessing.get_context("spawn")
     store = host_store("127.0.0.1", limit_s)
     devices = _visible_devices()
+    context = _starting(on_cuda=bool(devices))
     pipes: dict[Connection, int] = {}
     processes, results = [], {}
     try:
@@ -56,6 +57,15 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any, limit_s: floa
         for process in processes:
             process.kill()
     return [results[rank] for rank in range(world)]
+
+
+def _starting(*, on_cuda: bool) -> SpawnContext | ForkServerContext:
+    """Fresh processes on GPUs, since CUDA does not survive a fork; else forks of one that has imported the most."""
+    if on_cuda:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "megappo.workers.megatron_role"])
+    return context
 
 
 def _visible_devices() -> list[str]:
