@@ -147,8 +147,8 @@ class Command:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.1)
 
-    def assert_nothing_left(self, limit_s: float = 10) -> None:
-        """Every process of the command is gone, soon after it ended."""
+    def assert_nothing_left(self, limit_s: float = 60) -> None:
+        """Every process of the command is gone after it ended: within a second or two, longer on a busy machine."""
         deadline = time.monotonic() + limit_s
         while alive := self.processes():
             if time.monotonic() > deadline:
@@ -156,6 +156,14 @@ class Command:
                 self.kill_all()
                 raise AssertionError(f"still alive {limit_s} s after the end: {names}")
             time.sleep(0.1)
+
+
+def until(happened: Callable[[], Any], seen: Callable[[], Any] = str, limit_s: float = LIMIT_S) -> None:
+    """Wait for something to happen; ``seen``: what is shown if it does not."""
+    deadline = time.monotonic() + limit_s
+    while not happened():
+        assert time.monotonic() < deadline, f"waited {limit_s} s in vain: {seen()}"
+        time.sleep(0.01)
 
 
 def marked(mark: str) -> list[psutil.Process]:

@@ -40,6 +40,13 @@ def test_a_device_that_broke_is_a_loss_and_the_cause(text: str) -> None:
     assert str(error).endswith("then also failed: actor rank 0 (pool train, node 10.0.0.0)")
 
 
+def test_who_waited_out_a_limit_comes_before_those_whom_its_end_cut_off() -> None:
+    gone = failure(0, "TransferError: engine 0 worker 0 took nothing and is gone (Connection closed by peer)")
+    late = failure(1, "TransferError: actor rank 1 sent nothing within 4.5 s (Timed out waiting)")
+    error = Calls(1.0)._blame([gone, late])
+    assert isinstance(error, WorkerLost) and str(error).startswith("actor rank 1 ") and "within 4.5 s" in str(error)
+
+
 def test_an_error_of_the_program_is_none() -> None:
     wrong = "RuntimeError: CUDA error: device-side assert triggered"
     error = Calls(1.0)._blame([failure(0, "NCCL error: connection closed"), failure(1, wrong)])

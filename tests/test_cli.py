@@ -34,7 +34,7 @@ def command(folder: Path, *arguments: str, flags: Sequence[str] = ()) -> subproc
     package = Path(__file__).resolve().parent.parent
     environment = {**os.environ, "PYTHONPATH": str(package)}
     line = [sys.executable, *flags, "-m", "megappo", *arguments]
-    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 TABLE = """\
@@ -54,9 +54,10 @@ def test_command_check(project: Project) -> None:
 @pytest.mark.alone
 def test_command_check_is_quick_and_imports_nothing_heavy(project: Project) -> None:
     command(project.folder, "check", "config.yaml")  # the first call may compile
-    start = time.perf_counter()
+    before = os.times()
     assert command(project.folder, "check", "config.yaml").returncode == 0
-    assert time.perf_counter() - start < 2
+    after = os.times()  # of the processor, which other work on the machine does not lengthen
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 2
     done = command(project.folder, "check", "config.yaml", flags=["-X", "importtime"])
     imported = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line}
     assert {"megappo", "yaml", "pyarrow"} <= imported, "the list of imports is what it should be"

@@ -42,7 +42,7 @@ def run(python: str, folder: Path, *arguments: str) -> tuple[dict[str, object], 
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as started:
-        out, errors = started.communicate(b"given", timeout=60)
+        out, errors = started.communicate(b"given", timeout=300)
     assert started.returncode == 0, errors
     return json.loads(out), errors.decode()
 

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -52,7 +51,12 @@ exec "{sys.executable}" "$@"
     return tmp_path / "venv"
 
 
-@pytest.mark.alone
+def cpu_time() -> float:
+    """Seconds of processor time that ended children have taken, however busy the machine is."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
 def test_setup_installs_once(fake_venv: Path) -> None:
     env = {"MEGAPPO_VENV": str(fake_venv), "MEGAPPO_STACK": "cpu"}
     assert bash(ROOT / "launch/setup.sh", **env).returncode == 0
@@ -62,9 +66,9 @@ def test_setup_installs_once(fake_venv: Path) -> None:
         f"-m pip install -e {ROOT}[cpu,dev]",
         "-m pip uninstall -y torchvision torchaudio torchcodec",
     ]
-    started = time.monotonic()
+    began = cpu_time()
     again = bash("-c", f"source {ROOT}/launch/setup.sh && command -v python", **env)
-    assert time.monotonic() - started < 2
+    assert cpu_time() - began < 2
     assert (again.stdout.strip(), again.stderr) == (str(fake_venv / "bin/python"), "")
     assert (fake_venv.parent / "asked").read_text().splitlines() == asked
 

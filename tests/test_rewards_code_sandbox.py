@@ -108,7 +108,7 @@ def test_a_bad_program_ends_in_time(
 ) -> None:
     started = time.monotonic()
     run = (sandbox if failure in (TIMEOUT, None) else patient).run(code)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 100  # it would go on for good, or for 10 minutes
     assert len(run.stdout) + len(run.stderr) <= 2 * (LIMITS.output_kb * 1024 + 1)
     assert run.failure if failure is None else run.failure == failure
     assert patient.run("print(1)").stdout == "1\n"  # the next is not touched
@@ -262,7 +262,7 @@ def test_a_killed_worker_takes_its_sandbox_along() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment)
     assert worker.stdout is not None and worker.stdout.readline() == b"ready\n"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 100
     while len(living(mark)) < 4 and time.monotonic() < deadline:  # bwrap, its init, the program, its daemon
         time.sleep(0.02)
     assert len(living(mark)) >= 4

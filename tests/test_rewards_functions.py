@@ -172,17 +172,16 @@ def test_math_without_a_box_scores_nothing() -> None:
     assert math.compute_score("MATH", "5", "5") == {"score": 0.0, "acc": 0.0, "format": 0.0, "pred": ""}
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     "hostile", ["\\boxed{" * 3000, "\\text{" + " " * 20000, "1" * 20000, "1," * 10000, "\\frac{" * 5000]
 )
 def test_hostile_responses_are_quick(hostile: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     for module in (arithmetic, gsm8k, math):
         module.compute_score("s", hostile, "5")
         module.compute_score("s", rf"\boxed{{{hostile}}} #### {hostile}/2", "5")
     gsm8k.compute_score_flexible("s", hostile, "5")
-    assert time.monotonic() - start < 2  # milliseconds; a pattern that backtracks without bounds takes minutes
+    assert time.process_time() - start < 2  # milliseconds; a pattern that backtracks without bounds takes minutes
 
 
 def test_equal_answers_vote_alike() -> None:

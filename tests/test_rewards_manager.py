@@ -96,7 +96,7 @@ def table(count: int, truth: str = "1", source: str = "s", mark: Path | None = N
     )
 
 
-def gone(pid: int, limit_s: float = 5.0) -> bool:
+def gone(pid: int, limit_s: float = 60.0) -> bool:
     """Whether the process ends (or is a zombie that nobody has reaped yet) within the limit."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
@@ -217,7 +217,7 @@ def test_what_a_reward_started_ends_with_it(manager: RewardManager, tmp_path: Pa
 def test_a_thousand_trivial_rewards_take_well_under_a_second(manager: RewardManager) -> None:
     start = time.monotonic()
     manager.score(table(1000), ["right 1"] * 1000)
-    assert time.monotonic() - start < 1  # about 0.05 s
+    assert time.monotonic() - start < 5  # about 0.05 s; a process for each would take minutes
 
 
 def test_nothing_reaches_the_console_and_the_log_has_it_all(
@@ -293,7 +293,7 @@ def test_no_process_outlives_a_parent_that_is_killed(file: str, tmp_path: Path, 
     source = PARENT + ("import time; time.sleep(600)" if idle else "")
     parent = subprocess.Popen([sys.executable, "-c", source, file, str(mark), *texts])
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 200
         while not (mark.exists() and mark.read_text().count("\n") == 2) and time.monotonic() < deadline:
             time.sleep(0.02)
         pids = [int(line.split()[1]) for line in mark.read_text().splitlines()]

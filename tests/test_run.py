@@ -107,7 +107,7 @@ def killed(fresh: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ki
     first = Command(folder)
     first.until(lambda: 3 in log_steps(folder / "run"))
     kill(first.process.pid)  # nobody is left to clean up
-    first.assert_nothing_left(20)
+    first.assert_nothing_left()
     steps = log_steps(folder / "run")
     # What a checkpoint that was being written would leave.
     half = folder / "run" / "checkpoints" / "step_9.partial" / "actor"
@@ -285,7 +285,7 @@ def test_killed_between_two_checkpoints(killed: Killed) -> None:
 def test_a_worker_that_dies_ends_the_command_with_its_name(killed: Killed) -> None:
     failure = killed.worker_failure
     assert failure.status == 1
-    assert killed.seconds_to_end < 15
+    assert killed.seconds_to_end < 100  # run.timeout_s is 300: a death is heard of at once
     message = failure.console[failure.console.index("error: ") :]
     assert re.search(r"error: critic rank 1 \(pool value, node [\d.]+\) died in \w+ ", message), message
     assert "value-rank1.log" in message

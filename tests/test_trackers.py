@@ -53,31 +53,33 @@ class FailsToClose(Good):
 
 class Hangs(Good):
     def log(self, step: int, metrics: object) -> None:
-        threading.Event().wait(30)
+        threading.Event().wait(600)
 
 
 def test_failing_trackers_are_warned_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = {kind.__name__: kind for kind in (FailsAtStart, FailsToLog, Hangs, FailsToClose, Good)}
+    kinds = {kind.__name__: kind for kind in (FailsAtStart, FailsToLog, FailsToClose, Good, Hangs)}
     monkeypatch.setattr(trackers, "TRACKERS", kinds)
     made.clear()
     warnings: list[str] = []
+    failing = {"tracker-FailsAtStart", "tracker-FailsToLog"}
     began = time.monotonic()
     live = Trackers([*kinds, "Good"], tmp_path, warn=warnings.append, patience_s=0.5)
     for step in (1, 2, 3):
         live.log(step, {"x": step / 2, "bad": math.nan, "worse": math.inf})
-        time.sleep(0.05)
+        wait_until(lambda: not failing & {thread.name for thread in threading.enumerate()})
     assert len(warnings) == 2 and "FailsAtStart" in warnings[0] and "FailsToLog" in warnings[1]
     live.close(failed=True)
-    assert time.monotonic() - began < 10
-    assert made[-1].seen == [(1, {"x": 0.5}), (2, {"x": 1.0}), (3, {"x": 1.5}), True]
+    assert time.monotonic() - began < 60
+    (good,) = [tracker for tracker in made if type(tracker) is Good]
+    assert good.seen == [(1, {"x": 0.5}), (2, {"x": 1.0}), (3, {"x": 1.5}), True]
     assert [warning.split("failed")[0] for warning in warnings] == [
-        f"the tracker {name} " for name in ("FailsAtStart", "FailsToLog", "Hangs", "FailsToClose")
+        f"the tracker {name} " for name in ("FailsAtStart", "FailsToLog", "FailsToClose", "Hangs")
     ]
     assert [warning.split("(")[1].split(")")[0] for warning in warnings] == [
         "SystemExit: no such server",
         "OSError: disk full",
-        "it did not finish within 0.5 s",
         "ValueError: not sent",
+        "it did not finish within 0.5 s",
     ]
     live.log(4, {"x": 1.0})
     live.close()
@@ -162,7 +164,7 @@ def see_wandb(run: Path) -> None:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 30
+    until = time.monotonic() + 200
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.05)

@@ -268,7 +268,7 @@ def process(rank: int, transfer: TransferSpec, meeting: Meeting, doomed: int, fa
         outcome = f"{type(error).__name__}: {error}"
         del end  # as those who use it do
     pipe.send((outcome, time.monotonic() - begin))
-    time.sleep(60)
+    time.sleep(600)  # the others have its answers, or miss them, first
 
 
 @contextmanager
@@ -303,13 +303,13 @@ def test_a_lost_peer_is_named_in_time(fate: int, doomed: int, places: bool) -> N
         answers = {}
         for rank, pipe in enumerate(pipes):
             if rank != doomed and (doomed == RECEIVER or rank == RECEIVER):  # who waits for the doomed one
-                assert pipe.poll(limit_s + 20), "hangs"
+                assert pipe.poll(100), "hangs"
                 answers[rank] = pipe.recv()
     for outcome, took in answers.values():
         assert isinstance(outcome, str), outcome
         assert outcome.startswith(f"TransferError: {transfer.describe(doomed)}"), outcome
         assert ("is gone" if killed else f"within {LIMIT_S:g} s") in outcome
-        assert took < (limit_s / 2 if killed else limit_s + 2)
+        assert took < limit_s / 2 if killed else LIMIT_S <= took < 20 * LIMIT_S  # it would stand still for good
 
 
 @pytest.mark.parametrize("places", [False, True], ids=["gloo", "shared memory"])
@@ -318,7 +318,7 @@ def test_a_changed_bit_is_seen_and_placed(places: bool) -> None:
     messages = make_messages(transfer.part(RECEIVER), BUCKET, 30, may_be_direct=lambda _: not places)
     message = [m for m in messages if m.destination == RECEIVER][2]
     with processes(transfer, RECEIVER, fate=0, verify="full") as pipes:
-        outcomes = [pipe.recv()[0] for pipe in pipes if pipe.poll(20)]
+        outcomes = [pipe.recv()[0] for pipe in pipes if pipe.poll(100)]
     assert outcomes[:SENDERS] == [(), ()]
     (line,) = outcomes[RECEIVER]
     assert message.copies[0].name in line

@@ -12,10 +12,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+from small_run import until
 
-from megappo.cluster.watch import Address, Watch, look, wait_until_gone
+from megappo.cluster.watch import Address, Sight, Watch, look, wait_until_gone
 
 pytestmark = pytest.mark.alone
 
@@ -54,28 +54,38 @@ def processes(tmp_path: Path) -> Iterator[dict[str, tuple[subprocess.Popen[str],
         assert process.stdout is not None
         port, token = process.stdout.readline().split()
         found[what] = process, Address("127.0.0.1", int(port), token)
-    time.sleep(0.2)
+    until(lambda: all("score actor for" in sight.doing for sight in seen(found).values()))
     yield found
     for process in started.values():
         process.kill()
         process.wait()
 
 
+def seen(processes: dict[str, tuple[subprocess.Popen[str], Address]]) -> dict[str, Sight]:
+    return {sight.name: sight for sight in look({what: address for what, (_, address) in processes.items()})}
+
+
+def states(pid: int) -> set[str]:
+    """Of all threads of a process; "T": stopped."""
+    files = Path(f"/proc/{pid}/task").glob("*/stat")
+    return {file.read_text().rpartition(")")[2].split()[0] for file in files}
+
+
 def test_the_one_that_others_wait_for_stands_out(
     processes: dict[str, tuple[subprocess.Popen[str], Address]],
 ) -> None:
-    sights = {sight.name: sight for sight in look({what: address for what, (_, address) in processes.items()})}
+    until(lambda: seen(processes)["computes"].doing.count("compute_for_long") == 1)  # not in an import's code
+    until(lambda: "waits for others" in seen(processes)["waits"].doing)
+    sights = seen(processes)
     assert sights["computes"].late and "score actor for" in sights["computes"].doing
     assert "is in compute_for_long (" in sights["computes"].doing
     assert not sights["waits"].late and "waits for others in wait" in sights["waits"].doing
     stopped, _ = processes["computes"]
     os.kill(stopped.pid, signal.SIGSTOP)
-    while psutil.Process(stopped.pid).status() != psutil.STATUS_STOPPED:
-        time.sleep(0.01)
-    time.sleep(0.1)  # each of its threads
+    until(lambda: states(stopped.pid) == {"T"})
     began = time.monotonic()
-    sights = {sight.name: sight for sight in look({what: address for what, (_, address) in processes.items()})}
-    assert time.monotonic() - began < 5
+    sights = seen(processes)
+    assert time.monotonic() - began < 60  # it would never answer
     assert sights["computes"].late and sights["computes"].doing.startswith("does not answer")
     assert not sights["waits"].late
 

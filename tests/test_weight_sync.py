@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,9 +75,10 @@ def send(
         spread(role, version)
         role.save(saved)
     sender = WeightSender(role, transfer, meeting)
-    if dies and dist.get_rank() == layout.world - 1:
-        time.sleep(1)  # all others have joined too
-        os._exit(1)
+    if dies:
+        dist.barrier()  # all others have joined too
+        if dist.get_rank() == layout.world - 1:
+            os._exit(1)
     sent = sender.send(version)
     scored = None
     if samples is not None:
@@ -364,4 +364,4 @@ def test_senders_that_never_come_are_waited_for_no_longer_than_the_limit(case: C
     store = host_store("127.0.0.1", 60)
     case.cold.start("join_transfer", case.transfer(case.layouts[0]), 0, Meeting("127.0.0.1", store.port, 2.0))
     with pytest.raises(EngineError, match=r"(?i)timed? ?out"):
-        case.cold.result(20)
+        case.cold.result(50)  # the meeting point would wait for 60 s

@@ -32,7 +32,7 @@ def test_a_worker_ends_when_its_parent_is_killed_even_if_it_does_not_listen() ->
         while not _ignores_sigterm(process):  # which it does last
             time.sleep(0.05)
         kill(started.pid)
-    process.wait(10)
+    process.wait(100)
 
 
 def _ignores_sigterm(process: psutil.Process) -> bool:

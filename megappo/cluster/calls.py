@@ -210,7 +210,7 @@ class Calls:
         while self._running and (left := deadline - time.monotonic()) > 0:
             ready, _ = ray.wait(list(self._running), num_returns=1, timeout=left)
             failures += self._take(ready)
-        cause = min(failures, key=lambda failure: failure.rank)
+        cause = min(failures, key=lambda failure: (failure.rank, failure.is_echo))
         others = sorted({str(failure.call.place) for failure in failures} - {str(cause.call.place)})
         also = f"\nthen also failed: {', '.join(others)}" if others else ""
         if cause.died:
@@ -256,6 +256,11 @@ class _Failure:
     def broke_device(self) -> bool:
         """Whether it is the device's rather than the program's."""
         return any(sign in self.text for sign in DEVICE_FAULTS)
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether it may come of another one's failure, which closed its connections."""
+        return "and is gone" in self.text
 
     @property
     def rank(self) -> int:
