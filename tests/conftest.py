@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -47,6 +48,15 @@ def lane_of(item: pytest.Item) -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--lane", choices=("runs", "others", "alone"), help="only the tests of this lane")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What a lane has nothing of need not be imported for it: that is torch, Megatron, Ray and more."""
+    marks = {"alone": ("mark.alone", "mark.gpu"), "runs": ("mark.runs",)}.get(config.getoption("lane") or "", ())
+    if not marks or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text()
+    return None if any(mark in text for mark in marks) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
