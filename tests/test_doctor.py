@@ -17,7 +17,7 @@ from megappo.doctor.facts import GIB, Facts, look
 from megappo.doctor.findings import Link, Needs, findings, slow_links
 from megappo.doctor.measure import measure_device, write_profile
 from megappo.doctor.probes import Seat, pairs, seats
-from megappo.fit import Device
+from megappo.fit.devices import Device
 from megappo.plan.limits import checkpoint_bytes
 from megappo.plan.profile import load_profile
 from megappo.stack import Wanted

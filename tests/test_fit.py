@@ -9,7 +9,7 @@ import pytest
 from qwen import write_qwen
 
 from megappo.config import Config, load_config
-from megappo.fit import Device, DeviceTooSmall, Turn, check_fit, pool_turns
+from megappo.fit.devices import Device, DeviceTooSmall, Turn, check_fit, pool_turns
 from megappo.layout.memory import GIB
 
 CONFIG = """\

@@ -12,8 +12,8 @@ from test_fit import ACTIVATIONS, CONFIG, STATE, WEIGHTS, device
 from megappo.check.findings import Advice
 from megappo.check.memory import training_fit_findings
 from megappo.config import load_config, load_supervised
-from megappo.fit import DeviceTooSmall
-from megappo.fit_given import check_scoring_fit, check_training_fit
+from megappo.fit.devices import DeviceTooSmall
+from megappo.fit.given import check_scoring_fit, check_training_fit
 from megappo.layout.memory import GIB
 
 COMMON = 0.6 + 0.09  # one context, workspaces

@@ -16,8 +16,8 @@ from small_run import ROOT
 from megappo.check.findings import Advice
 from megappo.check.memory import fit_findings
 from megappo.config import load_config
-from megappo.fit import Device, DeviceTooSmall
-from megappo.fit_host import ASLEEP, MERGED, check_nodes, host_bytes, waiting
+from megappo.fit.devices import Device, DeviceTooSmall
+from megappo.fit.host import ASLEEP, MERGED, check_nodes, host_bytes, waiting
 from megappo.host_memory import host_memory
 from megappo.launch import slurm
 from megappo.layout.devices import PROFILES

@@ -14,7 +14,7 @@ from megappo.bench.shapes import make_qwen
 from megappo.bench.table import BenchError, show
 from megappo.config import OptimizerConfig, PPOConfig
 from megappo.data import batch
-from megappo.fit import CHUNK_BYTES
+from megappo.fit.devices import CHUNK_BYTES
 from megappo.layout.devices import known_profile
 from megappo.layout.memory import GIB, RoleMemory, RoleUse, role_memory
 from megappo.layout.mesh import Layout

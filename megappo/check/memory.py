@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megappo.check.findings import Advice
 from megappo.config import Config, Devices, MegatronRoleConfig, SupervisedConfig
-from megappo.fit import Device, DeviceTooSmall
-from megappo.fit_given import check_training_fit
+from megappo.fit.devices import Device, DeviceTooSmall
+from megappo.fit.given import check_training_fit
 from megappo.layout.memory import CONTEXT
 from megappo.plan.estimate import estimate, full_workload, on_nodes
 from megappo.plan.limits import call_problems

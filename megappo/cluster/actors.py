@@ -22,7 +22,7 @@ import ray
 from megappo.cluster.calls import Timed
 from megappo.cluster.dataflow import Selection, TableRef, put_table
 from megappo.cluster.watch import Address, Watch
-from megappo.fit import Device
+from megappo.fit.devices import Device
 from megappo.host_memory import host_memory
 from megappo.stack import Wanted, problems
 from megappo.workers.lifetime import end_with_parent

@@ -18,8 +18,8 @@ from megappo.cluster.start import RunStarter
 from megappo.cluster.streaming import Streaming
 from megappo.cluster.weights import WeightSync
 from megappo.config import Config
-from megappo.fit import check_fit
-from megappo.fit_host import check_nodes
+from megappo.fit.devices import check_fit
+from megappo.fit.host import check_nodes
 from megappo.stack import MEGATRON, ROLLOUT
 from megappo.workers.settings import EngineSettings, Sampling
 

@@ -13,7 +13,7 @@ from megappo.cluster.calls import Calls, Pending, Place, one
 from megappo.cluster.dataflow import Batch, TableRef
 from megappo.config import SCALAR_HEAD, MegatronRoleConfig, OptimizerConfig, PoolConfig, RunConfig
 from megappo.data.loss_mask import LOSS_MASK
-from megappo.fit import layout_on
+from megappo.fit.devices import layout_on
 from megappo.layout.mesh import Layout
 from megappo.ppo.balance import balanced_partition, unit_rows, unit_sums
 from megappo.workers.settings import MiniBatch, RoleSettings, Sampling, Totals

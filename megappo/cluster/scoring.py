@@ -10,7 +10,7 @@ from megappo.cluster.processes import Processes
 from megappo.cluster.rewards import RewardGroup
 from megappo.cluster.start import RunStarter
 from megappo.config import Config, MegatronRoleConfig
-from megappo.fit_given import check_scoring_fit
+from megappo.fit.given import check_scoring_fit
 from megappo.stack import MEGATRON
 
 ROLES = ("actor", "reference", "reward")

@@ -15,7 +15,7 @@ from megappo.cluster.groups import Group, Member
 from megappo.cluster.pools import Pool, runtime, worker_environment
 from megappo.cluster.watch import Address
 from megappo.config import Config, Devices
-from megappo.fit import Device
+from megappo.fit.devices import Device
 from megappo.stack import StackError, Wanted
 
 

@@ -8,7 +8,7 @@ from megappo.cluster.groups import MegatronGroup, megatron_groups
 from megappo.cluster.processes import Processes
 from megappo.cluster.start import Starter
 from megappo.config import SupervisedConfig
-from megappo.fit_given import check_training_fit
+from megappo.fit.given import check_training_fit
 from megappo.stack import MEGATRON
 
 

@@ -72,7 +72,7 @@ def _this_machine() -> int:
 def _allocation(config: Config) -> int:
     from megappo.doctor.findings import Needs, findings, slow_links
     from megappo.doctor.probes import examine
-    from megappo.fit_host import host_bytes
+    from megappo.fit.host import host_bytes
     from megappo.plan.limits import checkpoint_bytes
 
     began = time.monotonic()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megappo.fit import Device
+from megappo.fit.devices import Device
 from megappo.host_memory import host_memory
 from megappo.stack import Wanted, installed_version, problems
 

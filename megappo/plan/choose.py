@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megappo.config import Config, dump_config
-from megappo.fit import role_layout
+from megappo.fit.devices import role_layout
 from megappo.layout.devices import DeviceProfile
 from megappo.layout.timeline import STEP, busy_share
 from megappo.plan import text

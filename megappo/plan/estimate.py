@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from megappo.config import SCALAR_HEAD, Config, MegatronRoleConfig
-from megappo.fit import fullest_stage, item_bytes, role_layout, rollout_memory
+from megappo.fit.devices import fullest_stage, item_bytes, role_layout, rollout_memory
 from megappo.layout import passes
 from megappo.layout.devices import DeviceProfile
 from megappo.layout.generation import Load, cached_sequences, generation_phase

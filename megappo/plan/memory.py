@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from megappo.config import Config, PoolConfig
-from megappo.fit import (
+from megappo.fit.devices import (
     Device,
     DeviceTooSmall,
     Turn,
@@ -16,7 +16,7 @@ from megappo.fit import (
     role_layout,
     rollout_memory,
 )
-from megappo.fit_host import check_nodes
+from megappo.fit.host import check_nodes
 from megappo.layout.devices import DeviceProfile
 from megappo.layout.engine_memory import EngineMemory
 from megappo.layout.generation import cached_sequences

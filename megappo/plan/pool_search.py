@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from itertools import product
 
 from megappo.config import Config, MegatronRoleConfig, Offload, PoolConfig, Recompute, RolloutConfig, Sleep
-from megappo.fit import fullest_stage, rollout_memory
+from megappo.fit.devices import fullest_stage, rollout_memory
 from megappo.layout.devices import DeviceProfile
 from megappo.layout.engine_memory import EngineMemory
 from megappo.layout.legality import divisors, fp8_problems, megatron_tp, rollout_tp

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import ceil
 
 from megappo.config import Config
-from megappo.fit import item_bytes, role_layout, rollout_memory
+from megappo.fit.devices import item_bytes, role_layout, rollout_memory
 from megappo.layout.devices import DeviceProfile
 from megappo.layout.memory import GIB
 from megappo.layout.placement import place_pools

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megappo.config import Config
-from megappo.fit import role_layout
-from megappo.fit_host import host_bytes
+from megappo.fit.devices import role_layout
+from megappo.fit.host import host_bytes
 from megappo.layout.devices import DeviceProfile
 from megappo.layout.memory import GIB
 from megappo.layout.timeline import Busy, Phase, busy_share

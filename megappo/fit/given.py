@@ -1,7 +1,7 @@
 """Whether devices and nodes have the memory for given responses: ``megappo score``, ``sft`` and ``reward-train``.
 
-As :mod:`megappo.fit` and :mod:`megappo.fit_host` for a run, without engines; of ``score``, whose roles do not train,
-and of the others, whose only role does.
+As :mod:`megappo.fit.devices` and :mod:`megappo.fit.host` for a run, without engines; of ``score``, whose roles do not
+train, and of the others, whose only role does.
 """
 
 from __future__ import annotations
@@ -9,8 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megappo.config import SCALAR_HEAD, Config, Devices, MegatronRoleConfig, SupervisedConfig
-from megappo.fit import CHUNK_BYTES, Device, DeviceTooSmall, Turn, item_bytes, layout_on, role_layout, turn_problems
-from megappo.fit_host import away, node_problems
+from megappo.fit.devices import (
+    CHUNK_BYTES,
+    Device,
+    DeviceTooSmall,
+    Turn,
+    item_bytes,
+    layout_on,
+    role_layout,
+    turn_problems,
+)
+from megappo.fit.host import away, node_problems
 from megappo.layout.memory import CONTEXT, WORKSPACE, RoleMemory, RoleUse, parts, role_memory
 from megappo.layout.mesh import Layout
 from megappo.models.parameters import megatron_vocabulary
@@ -26,7 +35,7 @@ def check_scoring_fit(
 
     Args:
         roles: those of the configuration that score.
-        devices: as for :func:`megappo.fit.check_fit`.
+        devices: as for :func:`megappo.fit.devices.check_fit`.
 
     Raises:
         DeviceTooSmall: naming each role, its parts and the ways out, for every pool that lacks memory, and for the

@@ -1,6 +1,6 @@
 """Whether nodes have the memory for what waits there, page-locked: roles and engines that leave their devices at times.
 
-As :mod:`megappo.fit`, which looks at the devices. Plain Python as well.
+As :mod:`megappo.fit.devices`, which looks at the devices. Plain Python as well.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megappo.config import Config
-from megappo.fit import Device, DeviceTooSmall, megatron_memory, role_layout, rollout_memory
+from megappo.fit.devices import Device, DeviceTooSmall, megatron_memory, role_layout, rollout_memory
 from megappo.layout.memory import GIB, RoleMemory
 
 ASLEEP, MERGED = "sleeping engines", "weights to be merged with adapters"
