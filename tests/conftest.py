@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ os.environ.update(
     RAY_worker_niceness="0",  # 15 otherwise, so that other tests would starve a run
 )
 os.environ.pop("RAY_ADDRESS", None)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs, a lane here, ignore it
 
 settings.register_profile("shared machine", deadline=None)  # how long an example takes is not what is tested
 settings.load_profile("shared machine")

@@ -54,7 +54,7 @@ class Engine:
         """Call without waiting."""
         self.channel.send((method, args))
 
-    def result(self, limit_s: float = 120) -> Any:
+    def result(self, limit_s: float = 600) -> Any:
         """The answer to the oldest call that has none yet."""
         assert self.channel.poll(limit_s), f"no answer within {limit_s} s:\n{self.log.read_text()[-3000:]}"
         try:
@@ -64,6 +64,12 @@ class Engine:
         if not ok:
             raise EngineError(*value)
         return value
+
+    def forget(self, answers: int) -> None:
+        """Let the next answers go, so that later calls do not get them."""
+        for _ in range(answers):
+            with contextlib.suppress(EngineError):
+                self.result()
 
     def call(self, method: str, *args: Any) -> Any:
         """Call and wait."""

@@ -20,7 +20,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["preload"])
 
 
-def run_ranks(world: int, target: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+def run_ranks(world: int, target: Callable[..., Any], *args: Any, timeout_s: float = 600) -> list[Any]:
     """Call ``target(*args)`` on every rank; the results by rank. The first failure ends all, with its traceback."""
     import torch.distributed as dist
 
@@ -66,7 +66,7 @@ def _rank(
 
         from megappo.models.process_groups import init_world, leave_world, seed_dropout
 
-        init_world(rank, world, "127.0.0.1", port, timeout_s=60)
+        init_world(rank, world, "127.0.0.1", port, timeout_s=300)
         seed_dropout(1)
         pipe.send((True, target(*args)))
         dist.barrier()

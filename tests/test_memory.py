@@ -10,8 +10,8 @@ import pytest
 from qwen import write_qwen
 from tiny import make_model
 
-from megappo import fit
 from megappo.config import LoraConfig
+from megappo.fit import devices
 from megappo.layout.engine_memory import engine_memory
 from megappo.layout.memory import GIB, RoleUse, parts, role_memory, stage_parameters
 from megappo.layout.mesh import Layout
@@ -192,7 +192,7 @@ def test_seen_on_an_h200_with_a_smaller_vocabulary(qwen: ModelSpec) -> None:
 
 
 def test_the_heads_chunk_is_the_one_that_is_counted() -> None:
-    assert fit.CHUNK_BYTES == language_head.CHUNK_BYTES
+    assert devices.CHUNK_BYTES == language_head.CHUNK_BYTES
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])

@@ -127,12 +127,12 @@ def exchange(transfer: TransferSpec, rounds: int) -> tuple[Any, list[Any], list[
     import torch.distributed as dist
 
     rank = dist.get_rank()
-    store = host_store("127.0.0.1", 20.0) if rank == 0 else None
+    store = host_store("127.0.0.1", 120.0) if rank == 0 else None
     port = [store.port if store else 0]
     dist.broadcast_object_list(port, src=0)
     params = numbered(transfer, rank, 0)
     places = {name: param.data_ptr() for name, param in params.items()}
-    end = endpoint(transfer, rank, params, Meeting("127.0.0.1", port[0], 20.0, verify="full"))
+    end = endpoint(transfer, rank, params, Meeting("127.0.0.1", port[0], 120.0, verify="full"))
     receipts, held = [], []
     for round_ in range(1, rounds + 1):
         if rank < transfer.actor.world:
@@ -276,7 +276,7 @@ def processes(
     transfer: TransferSpec, doomed: int, fate: int, verify: str = "sample", limit_s: float = LIMIT_S
 ) -> Iterator[list[Connection]]:
     """All ranks of a transfer; one of them is doomed to a signal, or (0) to a changed bit."""
-    store = host_store("127.0.0.1", 20.0)
+    store = host_store("127.0.0.1", 120.0)
     pipes, started = [], []
     try:
         for rank in range(transfer.world):
@@ -390,7 +390,7 @@ def test_what_replicas_want_is_packed_once_while_it_is_under_way(monkeypatch: py
 
     packed: list[int] = []
     monkeypatch.setattr(gloo, "pack", lambda blocks, bucket: packed.append(len(blocks)) or pack(blocks, bucket))
-    store = host_store("127.0.0.1", 20.0)
+    store = host_store("127.0.0.1", 120.0)
     with ThreadPoolExecutor(3) as pool:
         sender, *receivers = pool.map(
             lambda rank: gloo.GlooTransport("127.0.0.1", store.port, rank, 3, 20.0, 1024), range(3)
