@@ -55,7 +55,7 @@ two_lanes() {
     return $status
 }
 check "pytest: whole runs, and others beside them" two_lanes "$@"
-check "pytest: tests that must be alone" lane alone "$@"
+check "pytest: tests that have the machine to themselves" lane alone "$@"
 
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'FAILED: %s\n' "${failed[@]}"

@@ -1,6 +1,7 @@
 """What holds for all tests: one thread a process, nothing fetched, and `gpu` tests only where there is a GPU.
 
-``launch/test.sh`` runs them in lanes: whole runs, one at a time, beside all other tests; then what is marked ``alone``.
+``launch/test.sh`` runs them in lanes: whole runs, one at a time, beside all other tests; then what is to have the
+machine to itself.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its back
 settings.register_profile("shared machine", deadline=None)  # how long an example takes is not what is tested
 settings.load_profile("shared machine")
 
+ALONE = ("alone", "ranks", "gpu")
+"""Marks of what runs when nothing else does."""
+
 
 @pytest.fixture
 def own_heap() -> Iterator[None]:
@@ -43,7 +47,7 @@ def own_heap() -> Iterator[None]:
 
 def lane_of(item: pytest.Item) -> str:
     """Two runs at a time would be late for each other's limits; a run and other tests are not."""
-    if item.get_closest_marker("alone") or item.get_closest_marker("gpu"):
+    if any(item.get_closest_marker(mark) for mark in ALONE):
         return "alone"
     return "runs" if item.get_closest_marker("runs") else "others"
 
@@ -54,11 +58,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """What a lane has nothing of need not be imported for it: that is torch, Megatron, Ray and more."""
-    marks = {"alone": ("mark.alone", "mark.gpu"), "runs": ("mark.runs",)}.get(config.getoption("lane") or "", ())
+    marks = {"alone": ALONE, "runs": ("runs",)}.get(config.getoption("lane") or "", ())
     if not marks or collection_path.suffix != ".py":
         return None
     text = collection_path.read_text()
-    return None if any(mark in text for mark in marks) else True
+    return None if any(f"mark.{mark}" in text for mark in marks) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from megappo.bench import multigpu
 
-pytestmark = pytest.mark.runs
+pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is its run on CPU processes")

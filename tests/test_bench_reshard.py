@@ -6,6 +6,8 @@ import pytest
 
 from megappo.bench.reshard import LAYOUTS, WAYS, measure, transfer_of
 
+pytestmark = pytest.mark.ranks
+
 
 def test_all_ways_bring_the_same_weights() -> None:
     _, actor, engines, tp = LAYOUTS[2]

@@ -15,7 +15,7 @@ from megappo.config import OptimizerConfig, PPOConfig
 from megappo.data import batch
 from megappo.layout.mesh import Layout
 
-pytestmark = pytest.mark.runs
+pytestmark = pytest.mark.ranks
 
 ROWS = random_rows(6)
 PPO = PPOConfig(

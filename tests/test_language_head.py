@@ -14,6 +14,8 @@ from megappo.models import language_head
 from megappo.models.language_head import LanguageHead
 from megappo.models.parameters import megatron_vocabulary
 
+pytestmark = pytest.mark.ranks
+
 TOKENS, HIDDEN = 11, 12
 TEMPERATURE = 0.7
 

@@ -24,6 +24,8 @@ from megappo.reshard.boxes import megatron_boxes, vllm_boxes
 from megappo.reshard.copies import block
 from megappo.reshard.merge import merge, updates
 
+pytestmark = pytest.mark.ranks
+
 ALL = LoraConfig(rank=4, alpha=8.0)
 SOME = LoraConfig(rank=3, alpha=4.0, targets=("q_proj", "v_proj", "up_proj", "down_proj"))
 """Of fused projections only a part."""

@@ -14,6 +14,8 @@ from tiny import make_model
 from megappo.layout.mesh import Layout
 from megappo.workers.offload import Part, settle
 
+pytestmark = pytest.mark.ranks
+
 
 def test_a_part_gives_up_its_memory_and_comes_back() -> None:
     kept = torch.arange(6.0)

@@ -20,6 +20,8 @@ from megappo.data.examples import load_pairs
 from megappo.layout.mesh import Layout
 from megappo.rewards.reading import make_reader
 
+pytestmark = pytest.mark.ranks
+
 TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }};{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
 

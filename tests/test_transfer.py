@@ -28,6 +28,8 @@ from megappo.reshard.messages import make_messages
 from megappo.reshard.transfer import Pace, carry_out, find_blocks
 from megappo.reshard.transport import in_one_piece, pack
 
+pytestmark = pytest.mark.ranks
+
 MODEL = ModelSpec(
     family="qwen2",
     num_layers=3,

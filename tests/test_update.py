@@ -17,6 +17,8 @@ from megappo.data import batch
 from megappo.data.loss_mask import flat_mask, row_counts
 from megappo.layout.mesh import Layout
 
+pytestmark = pytest.mark.ranks
+
 LAYOUTS = [
     Layout(tp=2),
     Layout(pp=2),
