@@ -16,7 +16,8 @@ from remote_side import FailingFileSystem, Local, empty_memory, line, until  # n
 from megappo.check.remote_folder import overlap
 from megappo.checkpoints import Checkpoints
 from megappo.remote.down import bring_down, first_difference
-from megappo.remote.folder import RemoteError, RemoteFolder, complete_steps, superfluous, within
+from megappo.remote.folder import RemoteError, RemoteFolder, complete_steps, superfluous
+from megappo.time_limit import within
 
 
 @pytest.fixture(params=["memory", "file"])

@@ -11,14 +11,13 @@ import json
 import os
 import secrets
 import socket
-import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 from fsspec.core import url_to_fs
 
 from megappo.checkpoints import BEST, FILES, PARTIAL, STATE_NAME, step_of
+from megappo.time_limit import within
 
 OWNER_NAME = ".owner"
 """Who writes to the folder: the last one who came."""
@@ -27,8 +26,6 @@ UNKNOWN = -1
 """Bytes of a file whose size the file system does not tell."""
 ANSWER_S = 120.0
 """Seconds in which a remote folder must take one small file."""
-
-Result = TypeVar("Result")
 
 
 class RemoteError(ValueError):
@@ -204,28 +201,3 @@ def superfluous(files: Iterable[str], whole: list[int], keep: int, best: str) ->
     names = {name.split("/")[1] for name in files if name.startswith(f"{CHECKPOINTS}/") and name.count("/") > 1}
     kept = {f"step_{step}" for step in whole[-keep:]} | {best, BEST}
     return sorted(names - kept)
-
-
-def within(seconds: float, function: Callable[[], Result]) -> Result:
-    """Call a function that may hang.
-
-    Raises:
-        TimeoutError: it did; it goes on in a thread that nobody waits for.
-    """
-    results: list[Result] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    return results[0]

@@ -6,10 +6,9 @@ two ranks of it could not send several blocks in one launch.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from megappo.reshard.gloo import GlooTransport
 from megappo.reshard.packing import PackedMessage, Packing
 from megappo.reshard.transport import SENDERS_WAIT, Blocks, Buckets, TransferError
+from megappo.time_limit import within
 
 POLL_S = 2e-5
 
@@ -104,7 +104,8 @@ class NcclTransport:
                 with suppress(RuntimeError):
                     pair.abort()
 
-        _within(ABORT_S, end)
+        with suppress(TimeoutError):
+            within(ABORT_S, end)
 
     def _message(self, blocks: Blocks) -> PackedMessage:
         packing = self._packings.get(blocks)
@@ -142,8 +143,7 @@ class NcclTransport:
             pair.eager_connect_single_device(self._device)
             _launch(pair, verb, [self._byte], other)  # connections are made by what first needs them
 
-        if not _within(late.after_s, open_it):
-            raise late.error()
+        within(late.after_s, open_it)
         return pair
 
 
@@ -197,7 +197,7 @@ class _Lateness:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, dist.DistStoreError):  # nobody came to the meeting point
+        if isinstance(error, (dist.DistStoreError, TimeoutError)):  # it did not come, or did not connect
             raise self.error() from None
         if isinstance(error, dist.DistNetworkError):
             raise TransferError(f"{self._what}, and the meeting point of all ranks is gone ({error})") from None
@@ -215,25 +215,3 @@ def _launch(pair: Any, verb: Verb, pieces: Sequence[torch.Tensor], other: int) -
     finally:  # left open, it would hold back whatever else this thread does over NCCL
         work = pair._end_coalescing()
     return work
-
-
-def _within(limit_s: float, do: Callable[[], None]) -> bool:
-    """Whether something is done in time, on a thread of its own, as what waits inside NCCL cannot be stopped.
-
-    Raises:
-        Exception: whatever it raises.
-    """
-    raised: list[Exception] = []
-
-    def run() -> None:
-        try:
-            do()
-        except Exception as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if raised:
-        raise raised[0]
-    return not thread.is_alive()
