@@ -42,8 +42,6 @@ SMALLER = [
 
 GONE_S = 60
 """Within it processes are gone that were told to end. They take a second or two, longer on a busy machine."""
-SOON_S = 100
-"""For what is heard at once: a third of ``run.timeout_s``, before which it would not be heard otherwise."""
 
 
 @dataclass
@@ -177,7 +175,7 @@ def test_a_worker_that_does_not_answer_is_named(session: Session, capsys: pytest
             until(is_told, lambda: warned)  # before the limit, which it would have kept
             assert not scoring.done()
             cluster.calls.timeout_s = 2.0
-            failure = scoring.exception(SOON_S)
+            failure = scoring.exception(5)
     finally:
         cluster.calls.timeout_s, cluster.calls.heartbeat_s = usual
     times = warned.count("score: nothing has come in the last 0.5 s; run.timeout_s is 300 s\n")
@@ -204,7 +202,7 @@ def test_a_reward_process_that_never_returns_is_named(session: Session) -> None:
             until(lambda: SCORES.keys() <= session.ended(), session.ended)  # all others
             assert not scoring.done()
             cluster.calls.timeout_s = 2.0
-            failure = scoring.exception(SOON_S)
+            failure = scoring.exception(5)
     finally:
         cluster.calls.timeout_s, cluster.calls.heartbeat_s = usual
     assert isinstance(failure, WorkerLost)
@@ -226,7 +224,7 @@ def test_an_actor_that_stalls_in_a_sync_is_named_and_half_a_sync_is_never_used(s
         began = time.monotonic()
         with pytest.raises(WorkerFailed, match=r"rollout rank \d .* failed in receive_weights") as failure:
             weights.sync(version)
-        assert time.monotonic() - began < SOON_S
+        assert time.monotonic() - began < 10
         assert re.search(r"TransferError: actor rank 1 \(node [\w.]+\) sent nothing within 4.5 s", str(failure.value))
         session.forget_calls()
         with pytest.raises(WorkerFailed, match="the last weight sync did not complete"):
@@ -316,6 +314,6 @@ def test_an_engine_that_is_killed_once_more_ends_the_run_with_its_name(session: 
     began = time.monotonic()
     with pytest.raises(WorkerLost, match=r"rollout rank 0 \(pool serve, node [\d.]+\) died in generate") as failure:
         Killing(session).generate()
-    assert time.monotonic() - began < SOON_S
+    assert time.monotonic() - began < 10
     assert str(failure.value).endswith("rollout-engine0.log")
     session.forget_calls()

@@ -135,7 +135,7 @@ def test_the_end_waits_no_longer_than_it_may(tmp_path: Path) -> None:
     until(lambda: "checkpoints/step_1/actor/slow" in FailingFileSystem.put_names)
     began = time.monotonic()
     run.close(limit_s=1.2)
-    assert time.monotonic() - began < 30  # the upload would take 60 s
+    assert time.monotonic() - began < 10  # the upload would take 60 s
     assert run.said == ["waiting up to 1.2 s until everything is up at failing://bucket/run (Ctrl-C: no longer)"]
     assert run.warnings[0].startswith("not up at failing://bucket/run: checkpoints/step_1; they are in ")
 

@@ -108,7 +108,7 @@ def test_a_bad_program_ends_in_time(
 ) -> None:
     started = time.monotonic()
     run = (sandbox if failure in (TIMEOUT, None) else patient).run(code)
-    assert time.monotonic() - started < 100  # it would go on for good, or for 10 minutes
+    assert time.monotonic() - started < 15  # it would go on for good, or for 10 minutes
     assert len(run.stdout) + len(run.stderr) <= 2 * (LIMITS.output_kb * 1024 + 1)
     assert run.failure if failure is None else run.failure == failure
     assert patient.run("print(1)").stdout == "1\n"  # the next is not touched

@@ -215,9 +215,12 @@ def test_what_a_reward_started_ends_with_it(manager: RewardManager, tmp_path: Pa
 
 
 def test_a_thousand_trivial_rewards_take_well_under_a_second(manager: RewardManager) -> None:
-    start = time.monotonic()
-    manager.score(table(1000), ["right 1"] * 1000)
-    assert time.monotonic() - start < 5  # about 0.05 s; a process for each would take minutes
+    took = []
+    for _ in range(3):
+        start = time.monotonic()
+        manager.score(table(1000), ["right 1"] * 1000)
+        took.append(time.monotonic() - start)
+    assert min(took) < 1  # about 0.05 s; a process for each would take minutes
 
 
 def test_nothing_reaches_the_console_and_the_log_has_it_all(

@@ -85,7 +85,7 @@ def test_the_one_that_others_wait_for_stands_out(
     until(lambda: states(stopped.pid) == {"T"})
     began = time.monotonic()
     sights = seen(processes)
-    assert time.monotonic() - began < 60  # it would never answer
+    assert time.monotonic() - began < 5  # it would never answer
     assert sights["computes"].late and sights["computes"].doing.startswith("does not answer")
     assert not sights["waits"].late
 
