@@ -147,7 +147,7 @@ class Command:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.1)
 
-    def assert_nothing_left(self, limit_s: float = 60) -> None:
+    def assert_nothing_left(self, limit_s: float = 10) -> None:
         """Every process of the command is gone after it ended: within a second or two, longer on a busy machine."""
         deadline = time.monotonic() + limit_s
         while alive := self.processes():

@@ -40,8 +40,8 @@ SMALLER = [
 ]
 
 
-GONE_S = 60
-"""Within it processes are gone that were told to end. They take a second or two, longer on a busy machine."""
+GONE_S = 10
+"""Within it processes are gone that were told to end: they take a second or two."""
 
 
 @dataclass
