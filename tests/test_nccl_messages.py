@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -53,6 +54,8 @@ class Post:
         self.pieces += pieces
         for piece in pieces:
             piece.copy_(self.mail.pop(0))
+
+    def synchronize(self) -> None: ...
 
     def wait(self) -> None: ...
 
@@ -139,9 +142,10 @@ class Unending:
 
     def send(self, *_: Any) -> None: ...
 
-    recv = wait = send
+    recv = synchronize = eager_connect_single_device = send
 
-    eager_connect_single_device = send
+    def wait(self) -> None:
+        raise AssertionError("waits on the host, without our limit")
 
     def is_completed(self) -> bool:
         return False
@@ -160,8 +164,8 @@ class Failing(Unending):
         return True
 
     def wait(self) -> None:
-        if self.done:
-            raise torch.distributed.DistBackendError("remote process exited")
+        assert self.done
+        raise torch.distributed.DistBackendError("remote process exited")
 
 
 def test_a_failure_is_heard_before_others_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,6 +238,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[tuple[int, i
         made: list[tuple[int, int]] = []
 
         def make(store: Any, rank: int, world: int, options: Any) -> Any:
+            assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1", "its watchdog would end the process"
             made.append((rank, world))
             return pair
 
@@ -258,6 +263,7 @@ def test_a_peer_that_never_comes_is_named_in_time(played: Callable[[Any], list[t
         ends[1].send(Blocks([torch.ones(8)]), 4).wait()
         ends[0].receive(found, 2).wait()
     assert found[0].tolist() == [1] * 8 and made == [(0, 2), (1, 2)] and post.connected == 2 and not post.mail
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
 
 
 class Stuck(Unending):

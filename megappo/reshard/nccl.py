@@ -6,10 +6,11 @@ two ranks of it could not send several blocks in one launch.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -132,10 +133,8 @@ class NcclTransport:
             store.set(f"here/{self._rank}", "")
             store.wait([f"here/{peer}"], timedelta(seconds=late.after_s))
             nccl: Any = dist.ProcessGroupNCCL
-            options = nccl.Options()
-            # Torch's own watchdog would end the whole process: ours is first, and names the peer.
-            options._timeout = timedelta(seconds=2 * self.timeout_s + 60)
-            pair = nccl(store, 1 - other, 2, options)
+            with _without_watchdog():
+                pair = nccl(store, 1 - other, 2, nccl.Options())
 
         def open_it() -> None:
             if self._device.type == "cuda":
@@ -159,7 +158,7 @@ class NcclWork:
         message, self._message = self._message, None  # its bucket is the transport's again
         assert message is not None
         with self._late:
-            self._work.wait()
+            self._work.synchronize()
         if self._late.verb == "recv":
             message.unpack()
         if message.bucket is not None:
@@ -203,6 +202,25 @@ class _Lateness:
             raise TransferError(f"{self._what}, and the meeting point of all ranks is gone ({error})") from None
         if isinstance(error, dist.DistBackendError):
             raise TransferError(f"{self._what} and is gone ({error})") from None
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Torch's own, a thread, would end the whole process where a peer is lost: our limits end the sync, and name it.
+
+    The constructor reads this, and nothing later does. ``wait`` of what it carries then waits on the host;
+    ``synchronize`` does not.
+    """
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _launch(pair: Any, verb: Verb, pieces: Sequence[torch.Tensor], other: int) -> Any:
