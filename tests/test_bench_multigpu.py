@@ -6,10 +6,12 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from megappo.bench import multigpu
+from megappo.bench import multigpu, multigpu_layouts
+from megappo.bench.table import BenchError
 
 pytestmark = pytest.mark.ranks
 
@@ -21,10 +23,12 @@ def test_every_part_comes_to_its_table(tmp_path: Path) -> None:
     layouts, scaling, sync, phases, pools = tables.values()
 
     for row in layouts:
-        assert row["after update: mean nats"] < 1e-5, row
+        assert row["after update: nats from one rank"] < 1e-5, row
+        assert row.get("before update: nats from float32", 0.0) < 1e-5, row
         for stat in ("pg_loss / one rank's", "grad_norm / one rank's"):
             assert row.get(stat, 1.0) == pytest.approx(1.0, abs=1e-4), row
     assert [row["layout"] for row in layouts] == [
+        "one rank",
         *("tp1 pp1 dp2", "tp1 pp2 dp1 vpp2", "tp1 pp2 dp1", "tp2 pp1 dp1", "tp2 pp1 dp1 sp"),
         "tp1 pp1 dp2, with tp2 pp1 dp1 sp in the same processes",
         "tp1 pp1 dp2, saved and loaded as tp2 pp1 dp1 sp",
@@ -44,3 +48,29 @@ def test_every_part_comes_to_its_table(tmp_path: Path) -> None:
     assert 0 < busy["serve"] < 1 and 0 < busy["train"] < 1
     log = (tmp_path / "tiny-multigpu" / "run" / "log.jsonl").read_text()
     assert len(re.findall(r'"step":', log)) == multigpu.multigpu_run.ON_CPU.steps
+
+
+EXACT = {0: np.array([-1.0, -2.0]), 1: np.array([-3.0])}
+
+
+def moved(nats: float) -> dict[int, np.ndarray]:
+    return {index: values + nats for index, values in EXACT.items()}
+
+
+def test_a_layout_may_lose_to_rounding_what_plain_torch_does_and_no_more() -> None:
+    alone, plain = {"before": moved(0.015), "after": moved(0.5)}, moved(0.02)
+    row = multigpu_layouts.compare("tp2", {"before": moved(-0.029), "after": moved(0.55)}, alone, EXACT, plain)
+    assert row["before update: nats from float32"] == pytest.approx(0.029)
+    assert row["before update: nats from one rank"] == pytest.approx(0.044)
+    assert row["after update: nats from one rank"] == pytest.approx(0.05)
+    with pytest.raises(BenchError, match=r"^tp2: 0\.031 nats from float32, where plain torch is 0\.02 from it$"):
+        multigpu_layouts.compare("tp2", {"before": moved(-0.031)}, alone, EXACT, plain)
+    with pytest.raises(BenchError, match=r"^tp2: 0\.061 nats from one rank, after the update; 0\.02 is rounding$"):
+        multigpu_layouts.compare("tp2", {"before": moved(0.01), "after": moved(0.561)}, alone, EXACT, plain)
+
+
+def test_in_float32_next_to_nothing_is_rounding() -> None:
+    alone = {"before": EXACT, "after": EXACT}
+    multigpu_layouts.compare("tp2", {"before": moved(7e-5)}, alone, EXACT, EXACT)
+    with pytest.raises(BenchError, match="8e-05 nats from float32, where plain torch is 0 from it"):
+        multigpu_layouts.compare("tp2", {"before": moved(8e-5)}, alone, EXACT, EXACT)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny import make_model, random_rows
 
+from megappo.bench.plain_torch import plain_logprobs
 from megappo.config import LoraConfig, OptimizerConfig, PPOConfig
 from megappo.data import batch
 from megappo.layout.mesh import Layout
@@ -64,19 +65,7 @@ def logprobs(role: Any) -> np.ndarray:
 
 
 def transformers_logprobs(folder: Path, dtype: torch.dtype, device: str) -> np.ndarray:
-    """Row by row; the softmax in float32, as ours."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
-    out = []
-    for prompt, response in zip(
-        batch.split_rows(ROWS, "prompt_ids"), batch.split_rows(ROWS, "response_ids"), strict=True
-    ):
-        ids = torch.tensor(np.concatenate([prompt, response])).long().to(device)
-        with torch.no_grad():
-            logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-        out.append(logits.gather(1, ids[len(prompt) :, None])[:, 0].cpu().numpy())
-    return np.concatenate(out)
+    return np.concatenate(plain_logprobs(folder, ROWS, dtype, device))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.bench import training
+from megappo.bench.plain_torch import plain_logprobs
 from megappo.bench.ranks import on_ranks
 from megappo.bench.table import BenchError
 from megappo.config import PPOConfig
@@ -26,10 +27,15 @@ from megappo.models.spec import ModelSpec, read_model_spec
 
 SEQUENCES, LENGTH, TOKENS = 16, 96, 512
 RATE = 1e-5
-NEAR = {"bfloat16": 0.02, "float32": 1e-4}
-"""Mean difference of a log-probability, in nats, that other orders of summation may make."""
+LOSES = 1.5
+"""Times as far from float32 as plain torch a layout may come, in log-probabilities: both round, at other places."""
+
+ROUNDING = 5e-5
+"""Nats that a log-probability may at least lose to rounding."""
 
 Numbers = dict[str, Any]
+Scores = dict[int, np.ndarray]
+"""Log-probabilities of each row's response, by the row's id."""
 
 
 def measure(model: Path, world: int) -> list[dict[str, float | str]]:
@@ -39,10 +45,10 @@ def measure(model: Path, world: int) -> list[dict[str, float | str]]:
         BenchError: a layout gives other numbers.
     """
     chosen = list(layouts(world, read_model_spec(model)))
-    (alone,) = on_ranks(1, run_layouts, str(model), [Layout()])
+    ((alone, exact, plain),) = on_ranks(1, run_alone, str(model))
     found = on_ranks(world, run_layouts, str(model), chosen)
-    merged = {name: _merge([answer[name] for answer in found]) for name in found[0]}
-    return [_compare(name, numbers, _merge([alone["1"]])) for name, numbers in merged.items()]
+    merged = {"one rank": alone} | {name: _merge([answer[name] for answer in found]) for name in found[0]}
+    return [compare(name, numbers, alone, exact, plain) for name, numbers in merged.items()]
 
 
 def layouts(world: int, spec: ModelSpec) -> Iterator[Layout]:
@@ -58,6 +64,17 @@ def layouts(world: int, spec: ModelSpec) -> Iterator[Layout]:
                 yield replace(plain, sequence_parallel=True)
 
 
+def run_alone(model: str) -> tuple[Numbers, Scores, Scores]:
+    """On one rank: what it computes, and what plain torch does before the update, in float32 and as a role does."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    role = make_role(model, Layout())
+    rows, dtype, numbers = _rows(role), role.dtype, _numbers(role)
+    del role
+    gc.collect()
+    exact, plain = (dict(enumerate(plain_logprobs(model, rows, each, device))) for each in (torch.float32, dtype))
+    return numbers, exact, plain
+
+
 def run_layouts(model: str, chosen: Sequence[Layout]) -> dict[str, Numbers]:
     """On every rank: what each layout computes, then the first and the last as two roles side by side, then one's
     checkpoint in the other. Ranks that report nothing have empty answers."""
@@ -68,7 +85,7 @@ def run_layouts(model: str, chosen: Sequence[Layout]) -> dict[str, Numbers]:
         numbers = _numbers(role)
         if taken:
             numbers["memory"] = {dist.get_rank(): outside_torch() - taken}
-        answers[layout.describe() if layout.world > 1 else "1"] = numbers
+        answers[layout.describe()] = numbers
         del role
         gc.collect()
     if len(chosen) > 1:
@@ -141,20 +158,39 @@ def _merge(parts: Sequence[Numbers]) -> Numbers:
     return out
 
 
-def _compare(name: str, found: Numbers, wanted: Numbers) -> dict[str, float | str]:
+def compare(name: str, found: Numbers, alone: Numbers, exact: Scores, plain: Scores) -> dict[str, float | str]:
+    """A layout's row.
+
+    Before the update, it may be :data:`LOSES` times as far from float32 as plain torch is. So may one rank: after it,
+    where nobody knows float32's, the two may be as far apart as the sum.
+
+    Raises:
+        BenchError: they are further.
+    """
     row: dict[str, float | str] = {"layout": name}
-    for moment in ("before", "after"):
-        if moment in found:
-            gaps = np.concatenate([np.abs(found[moment][index] - values) for index, values in wanted[moment].items()])
-            row |= {f"{moment} update: mean nats": float(gaps.mean()), "max": float(gaps.max())}
-            near = NEAR["bfloat16" if torch.cuda.is_available() else "float32"]
-            if not gaps.mean() < near:
-                raise BenchError(f"{name}, {moment} the update: log-probabilities differ by {gaps.mean():.3g} nats")
+    lost = _gaps(plain, exact).mean()
+    most = LOSES * max(lost, ROUNDING)
+    if "before" in found:
+        error = _gaps(found["before"], exact).mean()
+        row |= {"before update: nats from float32": float(error), "plain torch's": float(lost)}
+        if not error < most:
+            raise BenchError(f"{name}: {error:.3g} nats from float32, where plain torch is {lost:.3g} from it")
+    for moment in (moment for moment in ("before", "after") if moment in found):
+        gaps = _gaps(found[moment], alone[moment])
+        row |= {f"{moment} update: nats from one rank": float(gaps.mean()), f"{moment}: most": float(gaps.max())}
+        if not gaps.mean() < 2 * most:
+            raise BenchError(
+                f"{name}: {gaps.mean():.3g} nats from one rank, {moment} the update; {lost:.3g} is rounding"
+            )
     if "memory" in found and len(found["memory"]) <= torch.cuda.device_count():  # each has a GPU of its own
         row["more outside torch, MiB"] = max(found["memory"].values()) / 2**20
     for stat in ("actor/pg_loss", "actor/grad_norm") if "stats" in found else ():
-        row[f"{stat.split('/')[1]} / one rank's"] = found["stats"][stat] / wanted["stats"][stat]
+        row[f"{stat.split('/')[1]} / one rank's"] = found["stats"][stat] / alone["stats"][stat]
     return row
+
+
+def _gaps(found: Scores, wanted: Scores) -> np.ndarray:
+    return np.concatenate([np.abs(found[index] - values) for index, values in wanted.items()])
 
 
 @contextmanager
