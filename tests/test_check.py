@@ -457,13 +457,13 @@ def test_warning(project: Project, overrides: tuple[str, ...], message: str) -> 
 
 def test_what_does_not_fit_is_said(project: Project) -> None:
     rates = dict.fromkeys(("matrix_tflops", "memory_gb_s", "host_gb_s", "node_gb_s", "network_gb_s"), 1)
-    for gib in (2, 16):
+    for gib in (6, 24):
         (project.folder / f"of{gib}.yaml").write_text(yaml.safe_dump({"memory_gib": gib, **rates}))
-    assert project.report("run.device=cuda", "run.device_profile=of16.yaml") == Report()
-    (line,) = project.report("run.device=cuda", "run.device_profile=of2.yaml").warnings
-    assert line.startswith("pools.serve: generating needs 2.5 GiB on device 0 (of2), which has 2.0 of its 2.0 GiB")
-    assert line.endswith("memory_fraction below 0.9 (planned for run.device_profile: of2.yaml)")
-    report = project.report("run.device=cuda", "run.device_profile=of2.yaml", "roles.actor.tp=3")
+    assert project.report("run.device=cuda", "run.device_profile=of24.yaml") == Report()
+    (line,) = project.report("run.device=cuda", "run.device_profile=of6.yaml").warnings
+    assert line.startswith("pools.serve: generating needs 7.4 GiB on device 0 (of6), which has 6.0 of its 6.0 GiB")
+    assert line.endswith("memory_fraction below 0.9 (planned for run.device_profile: of6.yaml)")
+    report = project.report("run.device=cuda", "run.device_profile=of6.yaml", "roles.actor.tp=3")
     assert len(report.errors) == 2 and report.warnings == ()  # with mistakes there is nothing to add up
 
 

@@ -146,10 +146,13 @@ def test_every_pool_and_the_device_that_lacks_most(configure: Configure) -> None
     check_fit(config, enough)
     found = problems(config, {**enough, "serve": [device(16), device(16, free=7)], "train": [device(8)] * 4})
     # The first stage: 315,083,264 parameters, the optimizer shared by two ranks: 3.5 GiB. Two micro-batches in flight,
-    # twelve layers each: 14.8. A layer's gradients and those between stages: 0.4. One process: 0.7.
+    # twelve layers each: 14.8. A layer's gradients and those between stages: 0.4. One process: 0.7. NCCL: its code, the
+    # groups of replicas and of stages, what stages exchange, one engine to send to: 340 + 2 x 870 + 385 + 260 MiB.
     assert [problem.splitlines()[0] for problem in found] == [
-        "pools.train: updating the actor needs 19.5 GiB on device 0 (NVIDIA Example), which has 8.0 of its 8.0 GiB to "
+        "pools.train: updating the actor needs 22.1 GiB on device 0 (NVIDIA Example), which has 8.0 of its 8.0 GiB to "
         "give:",
-        "pools.serve: generating needs 8.7 GiB on device 1 (NVIDIA Example), which has 7.6 of its 16.0 GiB to give:",
+        "pools.serve: generating needs 10.0 GiB on device 1 (NVIDIA Example), which has 7.6 of its 16.0 GiB to give:",
     ]
+    # To receive from two stages: 340 + 2 x 516 MiB.
+    assert "all processes: 2.0 GiB (contexts 0.6, workspaces 0.1, NCCL 1.3)" in found[1]
     assert "rollout: 8.0 GiB (memory_fraction 8.0)" in found[1]

@@ -12,6 +12,7 @@ from tiny import make_model
 
 from megappo.config import LoraConfig
 from megappo.fit import devices
+from megappo.layout.communicators import GROUP, NEIGHBOUR, SHARED, group_memory, pair_channels, pair_memory
 from megappo.layout.engine_memory import engine_memory
 from megappo.layout.memory import GIB, RoleUse, parts, role_memory, stage_parameters
 from megappo.layout.mesh import Layout
@@ -222,3 +223,34 @@ def test_parameters_are_those_of_our_boxes(tmp_path: Path, layout: Layout) -> No
         held = sum(math.prod(box.size) for box in boxes)
         counted = stage_parameters(spec, layout, stage, vocabulary=spec.vocab_size, scalar_head=False)
         assert held == counted
+
+
+# --- communicators ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "mib"), [(Layout(tp=2), 874), (Layout(pp=2), 1258), (Layout(pp=2, vpp=2), 1640), (Layout(), 0)]
+)
+def test_communicators_of_a_role_as_seen_on_two_gpus(layout: Layout, mib: int) -> None:
+    """Of `megappo bench multigpu` on two H200: "more outside torch"."""
+    assert group_memory(layout, trained=True) / 2**20 == pytest.approx(mib, rel=0.01)
+
+
+def test_replicas_and_parts_of_a_model_have_groups_of_their_own_while_they_train() -> None:
+    sizes = [group_memory(Layout(tp=2, pp=4, dp=2), trained=trained) for trained in (False, True)]
+    assert sizes[0] == 2 * GROUP + 2 * NEIGHBOUR and sizes[1] == 4 * GROUP + 2 * NEIGHBOUR
+    assert group_memory(Layout(dp=8), trained=False) == 0 and group_memory(Layout(dp=8), trained=True) == GROUP
+
+
+@pytest.mark.parametrize(("channels", "sends", "receives"), [(32, 260, 516), (16, 132, 260), (8, 68, 132)])
+def test_a_pair_of_the_weight_sync_as_seen_between_two_gpus(channels: int, sends: int, receives: int) -> None:
+    peers = max(SHARED // channels, 1)
+    assert pair_channels(peers) == channels
+    assert pair_memory(peers, receives=False) / 2**20 == peers * sends
+    assert pair_memory(peers, receives=True) / 2**20 == peers * receives
+
+
+def test_many_peers_share_channels() -> None:
+    assert [pair_channels(peers) for peers in (0, 1, 2, 3, 19, 32, 33, 500)] == [32, 32, 32, 21, 3, 2, 2, 2]
+    for peers in range(1, 33):
+        assert pair_memory(peers, receives=True) < 1.2 * 2**30

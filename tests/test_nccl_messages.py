@@ -22,11 +22,11 @@ LIMIT_S = 10.0
 
 
 def transport(
-    pair: Any, direct_bytes: int = 1024, rank: int = 0, limit_s: float = LIMIT_S, store: Any = None
+    pair: Any, direct_bytes: int = 1024, rank: int = 0, limit_s: float = LIMIT_S, store: Any = None, peers: int = 1
 ) -> nccl.NcclTransport:
     """A rank's, with a played communicator to rank 1, if any."""
     gloo = SimpleNamespace(timeout_s=limit_s, describe="rank {}".format, rank=rank, store=store)
-    made = nccl.NcclTransport(gloo, direct_bytes, torch.device("cpu"))  # type: ignore[arg-type]
+    made = nccl.NcclTransport(gloo, direct_bytes, torch.device("cpu"), peers)  # type: ignore[arg-type]
     if pair is not None:
         made._pairs |= {(1, "send"): pair, (1, "recv"): pair}
     return made
@@ -230,26 +230,29 @@ def test_a_launch_that_fails_holds_nothing_else_back() -> None:
 # --- meeting, with a real meeting point ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[tuple[int, int]]]:
-    """Play the making of communicators: gives the (rank, size) of each that is made."""
+Play = Callable[[Any], list[tuple[int, int, int | None]]]
 
-    def play(pair: Any) -> list[tuple[int, int]]:
-        made: list[tuple[int, int]] = []
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Play the making of communicators: gives the rank, the size and the most channels of each that is made."""
+
+    def play(pair: Any) -> list[tuple[int, int, int | None]]:
+        made: list[tuple[int, int, int | None]] = []
 
         def make(store: Any, rank: int, world: int, options: Any) -> Any:
             assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1", "its watchdog would end the process"
-            made.append((rank, world))
+            made.append((rank, world, options.config.max_ctas))
             return pair
 
-        make.Options = SimpleNamespace  # type: ignore[attr-defined]
+        make.Options = lambda: SimpleNamespace(config=SimpleNamespace(max_ctas=None))  # type: ignore[attr-defined]
         monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", make, raising=False)
         return made
 
     return play
 
 
-def test_a_peer_that_never_comes_is_named_in_time(played: Callable[[Any], list[tuple[int, int]]]) -> None:
+def test_a_peer_that_never_comes_is_named_in_time(played: Play) -> None:
     """Before a communicator is made, which waits without a limit."""
     post, point = Post(), host_store("127.0.0.1", 60)
     made = played(post)
@@ -262,8 +265,20 @@ def test_a_peer_that_never_comes_is_named_in_time(played: Callable[[Any], list[t
     for _ in range(2):
         ends[1].send(Blocks([torch.ones(8)]), 4).wait()
         ends[0].receive(found, 2).wait()
-    assert found[0].tolist() == [1] * 8 and made == [(0, 2), (1, 2)] and post.connected == 2 and not post.mail
+    assert (
+        found[0].tolist() == [1] * 8 and made == [(0, 2, None), (1, 2, None)] and post.connected == 2 and not post.mail
+    )
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+
+
+def test_both_ends_give_a_pair_the_channels_of_the_one_with_more_peers(played: Play) -> None:
+    post, point = Post(), host_store("127.0.0.1", 60)
+    made = played(post)
+    ends = [transport(None, rank=rank, store=point, peers=peers) for rank, peers in ((2, 8), (4, 19))]
+    point.set("megappo-nccl/2-4/here/4", "19")
+    ends[0].send(Blocks([torch.ones(8)]), 4).wait()
+    ends[1].receive(Blocks([torch.zeros(8)]), 2).wait()
+    assert made == [(0, 2, 3), (1, 2, 3)]
 
 
 class Stuck(Unending):
@@ -276,12 +291,10 @@ class Stuck(Unending):
         threading.Event().wait()
 
 
-def test_a_peer_that_stops_while_ranks_connect_is_named_in_time(
-    played: Callable[[Any], list[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_stops_while_ranks_connect_is_named_in_time(played: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "ABORT_S", 0.1)
     point = host_store("127.0.0.1", 60)
-    point.set("megappo-nccl/0-2/here/2", "")
+    point.set("megappo-nccl/0-2/here/2", "1")
     played(Stuck())
     end = transport(Stuck(), limit_s=0.2, store=point)
     with pytest.raises(TransferError, match=r"^rank 2 took nothing within 0.2 s$"):

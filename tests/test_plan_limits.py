@@ -43,7 +43,7 @@ roles:
   actor: {pool: all, tp: 4, offload: all}
   critic: {pool: all, tp: 2, pp: 2, offload: all}
   reference: {pool: all, offload: all}
-  rollout: {pool: all, sleep: offload}
+  rollout: {pool: all, sleep: offload, memory_fraction: 0.8}
   reward: {function: megappo.rewards.arithmetic}
 ppo: {mini_batch: 64, actor_lr: 1.0e-6, critic_lr: 1.0e-5}
 """

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from math import ceil
 
 from megappo.config import SCALAR_HEAD, TRAINED, Config, Devices, MegatronRoleConfig, PoolConfig
+from megappo.fit.communicators import pool_communicators
 from megappo.layout.engine_memory import EngineMemory, engine_memory
 from megappo.layout.memory import CONTEXT, GIB, WORKSPACE, RoleMemory, RoleUse, parts, role_memory
 from megappo.layout.mesh import Layout
@@ -94,6 +95,9 @@ def pool_turns(config: Config, pool: str, rank: int, total: int, length: float |
     awake = {"rollout": {"memory_fraction": int(rollout.memory_fraction * total)}} if has_engine else {}
     engine_rests = bool(roles) and rollout.sleep != "off"
     fixed = {"contexts": (bool(roles) + has_engine) * CONTEXT, "workspaces": WORKSPACE}
+    layouts = {name: role_layout(config, name) for name in roles}
+    if nccl := pool_communicators(config, pool, layouts, role_layout(config, "actor")):
+        fixed["NCCL"] = nccl
     common: dict[str, Mapping[str, int]] = {"all processes": fixed}
     for name, own in memory.items():
         others = {**common, **resting, **({} if engine_rests else awake)}

@@ -6,7 +6,7 @@ train, and of the others, whose only role does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from megappo.config import SCALAR_HEAD, Config, Devices, MegatronRoleConfig, SupervisedConfig
 from megappo.fit.devices import (
@@ -20,12 +20,18 @@ from megappo.fit.devices import (
     turn_problems,
 )
 from megappo.fit.host import away, node_problems
+from megappo.layout.communicators import LIBRARY, group_memory
 from megappo.layout.memory import CONTEXT, WORKSPACE, RoleMemory, RoleUse, parts, role_memory
 from megappo.layout.mesh import Layout
 from megappo.models.parameters import megatron_vocabulary
 from megappo.models.spec import read_model_spec, with_lora
 
-COMMON = {"all processes": {"contexts": CONTEXT, "workspaces": WORKSPACE}}
+
+def _common(layouts: Iterable[Layout], *, trained: bool) -> dict[str, dict[str, int]]:
+    fixed = {"contexts": CONTEXT, "workspaces": WORKSPACE}
+    if nccl := sum(group_memory(layout, trained=trained) for layout in layouts):
+        fixed["NCCL"] = LIBRARY + nccl
+    return {"all processes": fixed}
 
 
 def check_scoring_fit(
@@ -55,12 +61,16 @@ def check_scoring_fit(
                 for name, role in here.items()
             }
 
-        def turns(rank: int, total: int, here: Mapping = here, memory: Callable = memory) -> Iterator[Turn]:
+        def turns(
+            rank: int, total: int, here: Mapping = here, layouts: Mapping = layouts, memory: Callable = memory
+        ) -> Iterator[Turn]:
             held = memory(rank)
             resting = {name: held[name].resting(role.offload) for name, role in here.items()}
             for name in here:
                 uses = {"weights": held[name].weights, **resting[name], "scoring": held[name].scoring}
-                yield Turn(f"scoring by the {name}", {**COMMON, **resting, name: uses}, name)
+                yield Turn(
+                    f"scoring by the {name}", {**_common(layouts.values(), trained=False), **resting, name: uses}, name
+                )
 
         def ways(turn: Turn, here: Mapping = here) -> Iterator[str]:
             yield f"roles.{turn.role}.micro_batch_tokens below {here[turn.role].micro_batch_tokens}"
@@ -101,7 +111,7 @@ def check_training_fit(config: SupervisedConfig, name: str, devices: Sequence[De
     def turns(rank: int, total: int) -> Iterator[Turn]:
         memory = _memory(config, role, config.model_folder, layout, rank, scalar_head=name == "reward", tokens=tokens)
         update = {part: size for part, size in parts(memory) if part != "scoring"}
-        yield Turn(f"updating the {name}", {**COMMON, name: update}, name)
+        yield Turn(f"updating the {name}", {**_common([layout], trained=True), name: update}, name)
 
     def ways(turn: Turn) -> Iterator[str]:
         if role.recompute != "full":

@@ -9,6 +9,7 @@ from itertools import product
 
 from megappo.config import Config, MegatronRoleConfig, Offload, PoolConfig, Recompute, RolloutConfig, Sleep
 from megappo.fit.devices import fullest_stage, rollout_memory
+from megappo.layout.communicators import LIBRARY, group_memory, pair_memory
 from megappo.layout.devices import DeviceProfile
 from megappo.layout.engine_memory import EngineMemory
 from megappo.layout.legality import divisors, fp8_problems, megatron_tp, rollout_tp
@@ -26,15 +27,19 @@ MARGIN = 0.95
 """Of a device's memory, what a layout may be planned to take: estimates are good to 5%."""
 SHARES = 20
 """An engine's share of a device is a multiple of one part in so many."""
+SYNC_PEERS = 32
+"""In the weight sync, before anybody knows the layouts at both of its ends: more than two hardly matter."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A role laid out on some devices: seconds of its phases, and memory of its fullest stage, part by part."""
+    """A role laid out on some devices: seconds of its phases, memory of its fullest stage, part by part, and bytes of
+    its communicators."""
 
     role: MegatronRoleConfig
     phases: Mapping[str, Phase]
     memory: RoleMemory
+    communicators: int
 
     @cached_property
     def seconds(self) -> float:
@@ -109,18 +114,19 @@ class PoolSearch:
         """The quickest way for these roles (``rollout`` may be one) to share so many devices, if they fit."""
         megatron = tuple(name for name in names if name != "rollout")
         offloads: tuple[Offload, ...] = ("none", "optimizer", "all") if len(names) > 1 else ("none",)
-        found: list[Sharing] = []
+        best: Sharing | None = None
         for offload in offloads:
             lists = [self.choices(name, devices, offload) for name in megatron]
             combinations = sorted(product(*lists), key=lambda choices: sum(choice.seconds for choice in choices))
             for choices in combinations:
-                best = min((one.seconds for one in found), default=float("inf"))
-                if choices and sum(choice.seconds for choice in choices) >= best:
+                if choices and best and sum(choice.seconds for choice in choices) >= best.seconds:
                     break
-                found += self._fitting(names, megatron, choices, devices)
-                if found and "rollout" not in names:
+                for sharing in self._fitting(names, megatron, choices, devices):
+                    if best is None or sharing.seconds < best.seconds:
+                        best = sharing
+                if best and "rollout" not in names:
                     break
-        return min(found, key=lambda sharing: sharing.seconds, default=None)
+        return best
 
     # --- a role ----------------------------------------------------------------------------------------------------
 
@@ -133,6 +139,7 @@ class PoolSearch:
                 replace(choice.role, offload=offload),
                 with_offload(self.config, name, offload, choice.memory, choice.phases, self.device, self.work),
                 choice.memory,
+                choice.communicators,
             )
             for choice in self.choices(name, devices, "none")
         ]
@@ -155,12 +162,12 @@ class PoolSearch:
                     self.tried += 1
                     memory = fullest_stage(self.config, name, role, layout, spec)
                     phases = role_phases(self.config, name, role, layout, spec, self.device, self.work)
-                    yield Choice(role, phases, memory)
+                    yield Choice(role, phases, memory, group_memory(layout, trained=name in UPDATES))
 
     def _kept(self, choices: Sequence[Choice]) -> list[Choice]:
         """The quickest, and those that take least beside others or alone."""
         by_time = sorted(choices, key=lambda choice: choice.seconds)
-        fitting = [choice for choice in by_time if choice.working + CONTEXT + WORKSPACE <= self.room]
+        fitting = [one for one in by_time if one.working + CONTEXT + WORKSPACE + one.communicators <= self.room]
         small = sorted(choices, key=lambda choice: (choice.resting, choice.seconds))
         smallest = sorted(choices, key=lambda choice: (choice.working, choice.seconds))
         most, least = (KEPT // 2, 1) if self.few else (KEPT, 2)
@@ -174,7 +181,7 @@ class PoolSearch:
         """This combination with every share and tensor-parallel size of the engines, if it fits."""
         resting = sum(choice.resting for choice in choices)
         contexts = bool(megatron) + ("rollout" in names)
-        fixed = contexts * CONTEXT + WORKSPACE
+        fixed = contexts * CONTEXT + WORKSPACE + self._communicators(names, choices, devices)
         peak = max((resting - one.resting + one.working for one in choices), default=0) + fixed
         if not self._enough(names, devices, peak):
             return
@@ -193,23 +200,34 @@ class PoolSearch:
             taken = max(idle, beside)
             share = min(int((self.room - taken) / self.device.memory * SHARES) / SHARES, 0.9)
             for tp in self._engine_sizes(devices):
-                rollout = replace(given, tp=tp, memory_fraction=max(share, 0.01), sleep=sleep)
-                engine, generating = self.engine(rollout, devices, bool(megatron))
+                rollout, engine, generating = self.engine(tp, share, sleep, devices, bool(megatron))
                 if self._enough(names, devices, taken + engine.least) and share * self.device.memory >= engine.least:
                     yield Sharing(phases | generating, roles, rollout)
 
-    def _engine(self, rollout: RolloutConfig, devices: int, shared: bool) -> tuple[EngineMemory, dict[str, float]]:
-        """Memory of an engine, and seconds of generation and of sleep, in a pool that it shares with the actor or not.
+    def _communicators(self, names: tuple[str, ...], choices: Sequence[Choice], devices: int) -> int:
+        """Bytes on a device, with those of the weight sync unless one device is all there is."""
+        sends = "actor" in names and not ("rollout" in names and devices == 1)
+        training = sum(choice.communicators for choice in choices) + sends * pair_memory(SYNC_PEERS, receives=False)
+        receives = "rollout" in names and not ("actor" in names and devices == 1)
+        serving = receives * pair_memory(SYNC_PEERS, receives=True)
+        return sum(LIBRARY + own for own in (training, serving) if own)
+
+    def _engine(
+        self, tp: int, share: float, sleep: Sleep, devices: int, shared: bool
+    ) -> tuple[RolloutConfig, EngineMemory, dict[str, float]]:
+        """An engine, its memory, and seconds of generation and of sleep, in a pool that it shares with the actor or
+        not.
 
         For estimates, the actor stands for anyone; other roles are out of the way.
         """
         self.tried += 1
         config = self.config
+        rollout = replace(config.roles.rollout, tp=tp, memory_fraction=max(share, 0.01), sleep=sleep)
         actor = replace(config.roles.actor, pool=rollout.pool if shared else "")
         roles = replace(config.roles, actor=actor, critic=None, reference=None, rollout=rollout)
         config = replace(config, roles=roles, pools={rollout.pool: self.pool(devices)})
         phases = {GENERATE: rollout_phase(config, self.device, self.work), **engine_rest_phases(config, self.device)}
-        return rollout_memory(config), {key: phase.seconds for key, phase in phases.items()}
+        return rollout, rollout_memory(config), {key: phase.seconds for key, phase in phases.items()}
 
     def _engine_sizes(self, devices: int) -> list[int]:
         spec = self.specs["actor"]

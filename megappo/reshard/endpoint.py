@@ -150,7 +150,7 @@ class Endpoint:
         far = {peer: distance(places, self.rank, peer) for peer in receivers | senders}
         if device.type == "cuda":  # NCCL refuses two ranks on one GPU
             apart = [peer for peer, link in far.items() if link != DEVICE]
-            nccl = NcclTransport(self._gloo, self._pace.direct_bytes, device) if apart else None
+            nccl = NcclTransport(self._gloo, self._pace.direct_bytes, device, len(apart)) if apart else None
             self._carriers = {peer: nccl for peer in apart if nccl is not None}
             return
         here = {peer for peer, link in far.items() if link != NETWORK}

@@ -1,7 +1,8 @@
 """Messages between GPUs over NCCL, in communicators of their own that leave every other group alone.
 
 Each two ranks that talk have a communicator of two, made when they first do: one for all would need all to come, and
-two ranks of it could not send several blocks in one launch.
+two ranks of it could not send several blocks in one launch. A rank's communicators share its channels, so that the
+memory they take is bounded (:mod:`megappo.layout.communicators`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from megappo.layout.communicators import CHANNELS, pair_channels
 from megappo.reshard.gloo import GlooTransport
 from megappo.reshard.packing import PackedMessage, Packing
 from megappo.reshard.transport import SENDERS_WAIT, Blocks, Buckets, TransferError
@@ -43,17 +45,19 @@ class NcclTransport:
     link nor the buckets wait for Python. ``unfinished`` are the messages that the host has not seen arrive.
     """
 
-    def __init__(self, gloo: GlooTransport, direct_bytes: int, device: torch.device) -> None:
+    def __init__(self, gloo: GlooTransport, direct_bytes: int, device: torch.device, peers: int) -> None:
         """Not collective: ranks meet when they first send.
 
         Args:
             gloo: the transfer group, whose meeting point and limit are used.
             direct_bytes: blocks of this size or more are not joined with others.
             device: this rank's.
+            peers: ranks that this one will talk to.
         """
         self.timeout_s, self._describe = gloo.timeout_s, gloo.describe
         self.unfinished: deque[NcclWork] = deque()
         self._rank, self._store, self._direct_bytes, self._device = gloo.rank, gloo.store, direct_bytes, device
+        self._peers = peers
         self._pairs: dict[tuple[int, Verb], Any] = {}
         self._packings: WeakKeyDictionary[Blocks, Packing] = WeakKeyDictionary()
         self._buckets = Buckets(0, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
@@ -130,11 +134,9 @@ class NcclTransport:
         other, pair = int(peer == high), self._pairs.get((peer, opposite))
         if pair is None:
             store = dist.PrefixStore(f"megappo-nccl/{low}-{high}", self._store)
-            store.set(f"here/{self._rank}", "")
+            store.set(f"here/{self._rank}", str(self._peers))
             store.wait([f"here/{peer}"], timedelta(seconds=late.after_s))
-            nccl: Any = dist.ProcessGroupNCCL
-            with _without_watchdog():
-                pair = nccl(store, 1 - other, 2, nccl.Options())
+            pair = _make_pair(store, 1 - other, max(self._peers, int(store.get(f"here/{peer}"))))
 
         def open_it() -> None:
             if self._device.type == "cuda":
@@ -202,6 +204,16 @@ class _Lateness:
             raise TransferError(f"{self._what}, and the meeting point of all ranks is gone ({error})") from None
         if isinstance(error, dist.DistBackendError):
             raise TransferError(f"{self._what} and is gone ({error})") from None
+
+
+def _make_pair(store: Any, rank: int, peers: int) -> Any:
+    """A communicator of two, not yet connected, one of so many that an end of it has."""
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    if (channels := pair_channels(peers)) < CHANNELS:
+        options.config.max_ctas = channels
+    with _without_watchdog():
+        return nccl(store, rank, 2, options)
 
 
 @contextmanager
