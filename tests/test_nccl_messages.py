@@ -204,6 +204,16 @@ def test_the_host_does_not_run_so_far_ahead_that_a_launch_would_wait(monkeypatch
         end.send(Blocks([torch.zeros(8)]), 1).wait()
 
 
+def test_beside_other_transports_the_host_sees_each_message_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These wait for the stream, which a lost peer would hold up without a limit."""
+    clock = Clock()
+    monkeypatch.setattr(nccl, "time", clock)
+    end = transport(Unending())
+    end.ahead = 0
+    with pytest.raises(TransferError, match="rank 1 sent nothing within 10 s"):
+        end.receive(Blocks([torch.zeros(8)]), 1).wait()
+
+
 class Breaking(Unending):
     """It takes no message, and notes whether what was opened is closed again."""
 
@@ -281,6 +291,19 @@ def test_both_ends_give_a_pair_the_channels_of_the_one_with_more_peers(played: P
     assert made == [(0, 2, 3), (1, 2, 3)]
 
 
+def test_both_ways_between_two_ranks_are_one_communicator(played: Play) -> None:
+    post, point = Post(), host_store("127.0.0.1", 60)
+    made = played(post)
+    ends = {rank: transport(None, rank=rank, store=point) for rank in (2, 4)}
+    point.set("megappo-nccl/2-4/here/4", "1")
+    for source, destination in ((2, 4), (4, 2)):
+        found = Blocks([torch.zeros(8)])
+        ends[source].send(Blocks([torch.ones(8)]), destination).wait()
+        ends[destination].receive(found, source).wait()
+        assert found[0].tolist() == [1] * 8
+    assert len(made) == 2 and post.connected == 2
+
+
 class Stuck(Unending):
     """Its other end has come, and stopped."""
 
@@ -299,7 +322,10 @@ def test_a_peer_that_stops_while_ranks_connect_is_named_in_time(played: Play, mo
     end = transport(Stuck(), limit_s=0.2, store=point)
     with pytest.raises(TransferError, match=r"^rank 2 took nothing within 0.2 s$"):
         end.send(Blocks([torch.ones(8)]), 2)
-    end.abort()  # nor does it wait for what cannot be ended
+    other = Unending()
+    end._pairs[7, "send"] = other
+    end.abort()  # nor does it wait for what cannot be ended, which keeps no other
+    assert other.aborted
 
 
 def test_a_meeting_point_that_is_gone_is_named() -> None:

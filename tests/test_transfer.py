@@ -219,11 +219,11 @@ class Doomed:
         self.inner, self.number, self.messages = inner, number, 0
         self.tends, self.finish = inner.tends, inner.finish
 
-    def send(self, blocks: Any, to: int) -> Any:
-        return self._next() or self.inner.send(blocks, to)
+    def send(self, *message: Any) -> Any:
+        return self._next() or self.inner.send(*message)
 
-    def receive(self, blocks: Any, source: int) -> Any:
-        return self._next() or self.inner.receive(blocks, source)
+    def receive(self, *message: Any) -> Any:
+        return self._next() or self.inner.receive(*message)
 
     def _next(self) -> None:
         self.messages += 1
@@ -238,10 +238,10 @@ class Flipping:
         self.inner, self.messages = inner, 0
         self.tends, self.finish = inner.tends, inner.finish
 
-    def receive(self, blocks: Any, source: int) -> Any:
+    def receive(self, blocks: Any, source: int, patience: float) -> Any:
         self.messages += 1
         self.blocks = blocks if self.messages == 3 else None
-        work, blocks = self.inner.receive(blocks, source), self.blocks
+        work, blocks = self.inner.receive(blocks, source, patience), self.blocks
 
         class Work:
             def wait(self) -> None:
@@ -312,6 +312,20 @@ def test_a_lost_peer_is_named_in_time(fate: int, doomed: int, places: bool) -> N
         assert outcome.startswith(f"TransferError: {transfer.describe(doomed)}"), outcome
         assert ("is gone" if killed else f"within {LIMIT_S:g} s") in outcome
         assert took < limit_s / 2 if killed else LIMIT_S <= took < 20 * LIMIT_S  # it would stand still for good
+
+
+def test_who_passes_on_what_never_came_is_not_named_first() -> None:
+    """Its receivers wait for it, as it waits for the one that stalls."""
+    places = tuple((node, str(device)) for node, devices in (("a", 2), ("b", 2), ("c", 4)) for device in range(devices))
+    transfer = TransferSpec(
+        MODEL, Layout(tp=2, dp=2), engines=2, engine_tp=2, fused_norms=False, places=places, forward=True
+    )
+    stalled = 2
+    with processes(transfer, stalled, signal.SIGSTOP, limit_s=6.0) as pipes:
+        answers = [pipe.recv() for rank, pipe in enumerate(pipes) if rank != stalled and pipe.poll(100)]
+    failed = sorted((took, outcome) for outcome, took in answers if isinstance(outcome, str))
+    assert len(failed) > 2, answers
+    assert failed[0][1].startswith(f"TransferError: {transfer.describe(stalled)} sent nothing"), failed
 
 
 @pytest.mark.parametrize("places", [False, True], ids=["gloo", "shared memory"])

@@ -13,7 +13,7 @@ from megappo.reshard.actor_to_rollout import Meeting, Receipt, TransferSpec
 from megappo.reshard.copies import Copy
 from megappo.reshard.gloo import SUMS, GlooTransport
 from megappo.reshard.messages import make_messages
-from megappo.reshard.nccl import NcclTransport
+from megappo.reshard.nccl import AHEAD, NcclTransport
 from megappo.reshard.routes import DEVICE, NETWORK, distance
 from megappo.reshard.shared_memory import SharedMemory, open_rings
 from megappo.reshard.transfer import ON_DEVICE, ON_HOST, KeptBlocks, carry_out, find_blocks
@@ -150,8 +150,10 @@ class Endpoint:
         far = {peer: distance(places, self.rank, peer) for peer in receivers | senders}
         if device.type == "cuda":  # NCCL refuses two ranks on one GPU
             apart = [peer for peer, link in far.items() if link != DEVICE]
-            nccl = NcclTransport(self._gloo, self._pace.direct_bytes, device, len(apart)) if apart else None
-            self._carriers = {peer: nccl for peer in apart if nccl is not None}
+            ahead = AHEAD if len(apart) == len(far) else 0
+            self._carriers = dict.fromkeys(
+                apart, NcclTransport(self._gloo, self._pace.direct_bytes, device, len(apart), ahead)
+            )
             return
         here = {peer for peer, link in far.items() if link != NETWORK}
         if here:

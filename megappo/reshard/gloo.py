@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megappo.reshard.transport import SENDERS_WAIT, Blocks, Buckets, TransferError, in_one_piece, pack, size_of, unpack
+from megappo.reshard.transport import PATIENCE, Blocks, Buckets, TransferError, in_one_piece, pack, size_of, unpack
 
 DATA, READY, FREE, SUMS = range(4)
 """Kinds of traffic between two ranks; each keeps its own order."""
@@ -58,7 +58,7 @@ class GlooTransport:
         self._buckets = Buckets(bucket_bytes)
         self._pinned = Buckets(bucket_bytes, lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
         self._packed: dict[Hashable, _Packed] = {}
-        self._late = cache(lambda peer, failed, times=1.0: _Lateness(f"{describe(peer)} {failed}", timeout_s, times))
+        self._late = cache(lambda peer, failed, times: _Lateness(f"{describe(peer)} {failed}", timeout_s, times))
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timeout
@@ -76,10 +76,10 @@ class GlooTransport:
         """See :class:`megappo.reshard.transport.Transport`."""
         return not (blocks[0].is_cpu and in_one_piece(blocks))
 
-    def send(self, blocks: Blocks, to: int) -> GlooWork:
+    def send(self, blocks: Blocks, to: int, patience: float = PATIENCE) -> GlooWork:
         """Start to send; see :class:`megappo.reshard.transport.Transport`."""
         if not self.tends(blocks):
-            return self.post(blocks[0], to, DATA)
+            return self.post(blocks[0], to, DATA, patience)
         key = tuple((block.data_ptr(), block.shape, block.stride()) for block in blocks)
         packed = self._packed.get(key)
         if packed is None:
@@ -92,12 +92,12 @@ class GlooTransport:
                 del self._packed[key]
                 packed.owner.give(packed.bucket)
 
-        return self.post(packed.data, to, DATA, then=gone)
+        return self.post(packed.data, to, DATA, patience, then=gone)
 
-    def receive(self, blocks: Blocks, source: int) -> GlooWork:
+    def receive(self, blocks: Blocks, source: int, patience: float = 1.0) -> GlooWork:
         """Start to receive; see :class:`megappo.reshard.transport.Transport`."""
         if not self.tends(blocks):
-            return self.expect(blocks[0], source, DATA)
+            return self.expect(blocks[0], source, DATA, patience)
         on_host = blocks[0].is_cpu
         buckets = self._buckets if on_host else self._pinned
         bucket = buckets.take()
@@ -107,7 +107,7 @@ class GlooTransport:
             unpack(data if on_host else data.to(blocks[0].device), blocks)
             buckets.give(bucket)
 
-        return self.expect(data, source, DATA, then=done)
+        return self.expect(data, source, DATA, patience, then=done)
 
     def _pack(self, blocks: Blocks) -> _Packed:
         on_host = blocks[0].is_cpu
@@ -119,24 +119,38 @@ class GlooTransport:
         data.copy_(torch.cat([block.reshape(-1) for block in blocks]).view(torch.uint8))
         return _Packed(buckets, bucket, data)
 
-    def post(self, data: torch.Tensor, to: int, kind: int, then: Callable[[], None] | None = None) -> GlooWork:
+    def post(
+        self,
+        data: torch.Tensor,
+        to: int,
+        kind: int,
+        patience: float = PATIENCE,
+        then: Callable[[], None] | None = None,
+    ) -> GlooWork:
         """Start to send a contiguous tensor in host memory; ``then`` is called by ``wait`` when it has gone.
 
         Raises:
             TransferError: the other one is gone already.
         """
-        late = self._late(to, "took nothing", SENDERS_WAIT)
+        late = self._late(to, "took nothing", patience)
         with late:
             return GlooWork(self._group.send([data], to, kind), data, late, then)
         raise AssertionError
 
-    def expect(self, data: torch.Tensor, source: int, kind: int, then: Callable[[], None] | None = None) -> GlooWork:
+    def expect(
+        self,
+        data: torch.Tensor,
+        source: int,
+        kind: int,
+        patience: float = 1.0,
+        then: Callable[[], None] | None = None,
+    ) -> GlooWork:
         """Start to receive into a contiguous tensor in host memory; ``then`` is called by ``wait`` when it is there.
 
         Raises:
             TransferError: the other one is gone already.
         """
-        late = self._late(source, "sent nothing")
+        late = self._late(source, "sent nothing", patience)
         with late:
             return GlooWork(self._group.recv([data], source, kind), data, late, then)
         raise AssertionError

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from threading import Thread
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from megappo.layout.communicators import CHANNELS, pair_channels
 from megappo.reshard.gloo import GlooTransport
 from megappo.reshard.packing import PackedMessage, Packing
-from megappo.reshard.transport import SENDERS_WAIT, Blocks, Buckets, TransferError
+from megappo.reshard.transport import PATIENCE, Blocks, Buckets, TransferError
 from megappo.time_limit import within
 
 POLL_S = 2e-5
@@ -42,10 +43,13 @@ class NcclTransport:
     those that do not, and all small ones together, by way of a bucket.
 
     The host runs ahead: packing, messages and unpacking follow each other on the device's streams, so that neither the
-    link nor the buckets wait for Python. ``unfinished`` are the messages that the host has not seen arrive.
+    link nor the buckets wait for Python. ``unfinished`` are the messages that the host has not seen arrive; it is no
+    more than so many ``ahead``.
     """
 
-    def __init__(self, gloo: GlooTransport, direct_bytes: int, device: torch.device, peers: int) -> None:
+    def __init__(
+        self, gloo: GlooTransport, direct_bytes: int, device: torch.device, peers: int, ahead: int = AHEAD
+    ) -> None:
         """Not collective: ranks meet when they first send.
 
         Args:
@@ -53,11 +57,13 @@ class NcclTransport:
             direct_bytes: blocks of this size or more are not joined with others.
             device: this rank's.
             peers: ranks that this one will talk to.
+            ahead: messages that the host need not have seen arrive when ``wait`` returns. Where it goes on to wait for
+                the device's stream, with messages of other transports, there must be none: that wait has no limit.
         """
         self.timeout_s, self._describe = gloo.timeout_s, gloo.describe
         self.unfinished: deque[NcclWork] = deque()
         self._rank, self._store, self._direct_bytes, self._device = gloo.rank, gloo.store, direct_bytes, device
-        self._peers = peers
+        self.ahead, self._peers = ahead, peers
         self._pairs: dict[tuple[int, Verb], Any] = {}
         self._packings: WeakKeyDictionary[Blocks, Packing] = WeakKeyDictionary()
         self._buckets = Buckets(0, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
@@ -67,15 +73,15 @@ class NcclTransport:
         """All messages: each that is under way keeps a part of the GPU busy."""
         return True
 
-    def send(self, blocks: Blocks, to: int) -> NcclWork:
+    def send(self, blocks: Blocks, to: int, patience: float = PATIENCE) -> NcclWork:
         """Start to send; see :class:`megappo.reshard.transport.Transport`."""
         message = self._message(blocks)
         message.pack()
-        return self._start("send", message, to)
+        return self._start("send", message, to, patience)
 
-    def receive(self, blocks: Blocks, source: int) -> NcclWork:
+    def receive(self, blocks: Blocks, source: int, patience: float = 1.0) -> NcclWork:
         """Start to receive; see :class:`megappo.reshard.transport.Transport`."""
-        return self._start("recv", self._message(blocks), source)
+        return self._start("recv", self._message(blocks), source, patience)
 
     def give(self, bucket: torch.Tensor) -> None:
         """Take a bucket back."""
@@ -99,18 +105,15 @@ class NcclTransport:
 
     def abort(self) -> None:
         """See :class:`megappo.reshard.transport.Transport`: kernels that wait for a peer would keep the GPU busy."""
-        pairs = list(dict.fromkeys(self._pairs.values()))
+        ends = [Thread(target=_abort, args=(pair,), daemon=True) for pair in dict.fromkeys(self._pairs.values())]
         self._pairs.clear()
         self.unfinished.clear()
         self._buckets.drop()
-
-        def end() -> None:
-            for pair in pairs:
-                with suppress(RuntimeError):
-                    pair.abort()
-
-        with suppress(TimeoutError):
-            within(ABORT_S, end)
+        for end in ends:  # one that hangs keeps none of the others
+            end.start()
+        deadline = time.monotonic() + ABORT_S
+        for end in ends:
+            end.join(max(deadline - time.monotonic(), 0.0))
 
     def _message(self, blocks: Blocks) -> PackedMessage:
         packing = self._packings.get(blocks)
@@ -118,34 +121,37 @@ class NcclTransport:
             packing = self._packings[blocks] = Packing(blocks, self._direct_bytes)
         return packing.message(self._buckets.take(packing.nbytes) if packing.nbytes else None)
 
-    def _start(self, verb: Verb, message: PackedMessage, peer: int) -> NcclWork:
-        late = _Lateness(self._describe(peer), verb, self.timeout_s)
+    def _start(self, verb: Verb, message: PackedMessage, peer: int, patience: float) -> NcclWork:
+        late = _Lateness(self._describe(peer), verb, self.timeout_s, patience)
         with late:
             if (peer, verb) not in self._pairs:
-                self._pairs[peer, verb] = self._connect(peer, verb, late)
+                self._connect(peer, verb, late)
             work = _launch(self._pairs[peer, verb], verb, message.pieces, int(peer > self._rank))
             return NcclWork(self, work, message, late)
         raise AssertionError
 
-    def _connect(self, peer: int, verb: Verb, late: _Lateness) -> Any:
-        """A communicator of two, over which messages can be sent (or received) at once."""
+    def _connect(self, peer: int, verb: Verb, late: _Lateness) -> None:
+        """Have a communicator of two, over which messages can be sent (or received) at once."""
         low, high = sorted((self._rank, peer))
         opposite: Verb = "recv" if verb == "send" else "send"
-        other, pair = int(peer == high), self._pairs.get((peer, opposite))
-        if pair is None:
+        other, known = int(peer == high), self._pairs.get((peer, opposite))
+        if known is None:
             store = dist.PrefixStore(f"megappo-nccl/{low}-{high}", self._store)
             store.set(f"here/{self._rank}", str(self._peers))
             store.wait([f"here/{peer}"], timedelta(seconds=late.after_s))
             pair = _make_pair(store, 1 - other, max(self._peers, int(store.get(f"here/{peer}"))))
+        else:
+            pair = known
+        self._pairs[peer, verb] = pair  # from now on it can be aborted
 
         def open_it() -> None:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # a thread's own
-            pair.eager_connect_single_device(self._device)
+            if known is None:
+                pair.eager_connect_single_device(self._device)
             _launch(pair, verb, [self._byte], other)  # connections are made by what first needs them
 
         within(late.after_s, open_it)
-        return pair
 
 
 class NcclWork:
@@ -166,7 +172,7 @@ class NcclWork:
         if message.bucket is not None:
             self._transport.give(message.bucket)  # what is next written there comes later on the same stream
         self._transport.unfinished.append(self)
-        self._transport.settle(AHEAD)
+        self._transport.settle(self._transport.ahead)
 
     def finish(self) -> None:
         """Return once it has truly arrived.
@@ -186,9 +192,8 @@ class NcclWork:
 class _Lateness:
     """Around what waits for a peer, which is late after so many seconds: its failure says who, and how."""
 
-    def __init__(self, who: str, verb: Verb, limit_s: float) -> None:
-        self.verb, self._limit_s = verb, limit_s
-        self.after_s = limit_s * (SENDERS_WAIT if verb == "send" else 1)
+    def __init__(self, who: str, verb: Verb, limit_s: float, patience: float) -> None:
+        self.verb, self._limit_s, self.after_s = verb, limit_s, limit_s * patience
         self._what = f"{who} {'took' if verb == 'send' else 'sent'} nothing"
 
     def error(self) -> TransferError:
@@ -204,6 +209,11 @@ class _Lateness:
             raise TransferError(f"{self._what}, and the meeting point of all ranks is gone ({error})") from None
         if isinstance(error, dist.DistBackendError):
             raise TransferError(f"{self._what} and is gone ({error})") from None
+
+
+def _abort(pair: Any) -> None:
+    with suppress(RuntimeError):
+        pair.abort()
 
 
 def _make_pair(store: Any, rank: int, peers: int) -> Any:

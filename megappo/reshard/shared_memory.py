@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from megappo.reshard.gloo import GlooTransport
-from megappo.reshard.transport import SENDERS_WAIT, Blocks, TransferError, pack, unpack
+from megappo.reshard.transport import PATIENCE, Blocks, TransferError, pack, unpack
 
 FOLDER = "/dev/shm"
 """Where processes of one host find each other's doors, and those of others cannot."""
@@ -27,15 +27,14 @@ RANK_BYTES = 4
 class Line:
     """This rank's end of a connection to another process of the host."""
 
-    def __init__(self, connection: socket.socket, who: str, limit_s: float, *, sends: bool) -> None:
+    def __init__(self, connection: socket.socket, who: str, limit_s: float) -> None:
         """Take it.
 
         Args:
             who: the other one, for people.
             limit_s: on each wait, in seconds.
-            sends: whether messages go to the other one.
         """
-        connection.settimeout(limit_s * SENDERS_WAIT if sends else limit_s)
+        connection.settimeout(limit_s)
         self._connection, self._who, self._limit_s = connection, who, limit_s
 
     def say(self, bucket: int) -> None:
@@ -49,15 +48,17 @@ class Line:
         except OSError as error:
             raise TransferError(f"{self._who} took nothing and is gone ({error.strerror})") from None
 
-    def hear(self, otherwise: str) -> int:
+    def hear(self, otherwise: str, patience: float) -> int:
         """Wait for the other one to name a bucket.
 
         Args:
             otherwise: what it failed to do if it does not.
+            patience: times the limit that it may take.
 
         Raises:
             TransferError: it is gone, or took longer than the limit.
         """
+        self._connection.settimeout(self._limit_s * patience)
         try:
             said = self._connection.recv(1)
         except TimeoutError:
@@ -95,27 +96,28 @@ class SharedMemory:
         """All messages: they are copied on both sides."""
         return True
 
-    def send(self, blocks: Blocks, to: int) -> Sent:
+    def send(self, blocks: Blocks, to: int, patience: float = PATIENCE) -> Sent:
         """Start to send; see :class:`megappo.reshard.transport.Transport`."""
         assert self._ring is not None, "open_rings was told of no receiver"
         bucket, self._turn = self._turn, (self._turn + 1) % len(self._ring)  # free again: no more are under way
         pack(blocks, self._ring[bucket])
         self._receivers[to].say(bucket)
-        return Sent(self._receivers[to])
+        return Sent(self._receivers[to], patience)
 
-    def receive(self, blocks: Blocks, source: int) -> Coming:
+    def receive(self, blocks: Blocks, source: int, patience: float = 1.0) -> Coming:
         """Start to receive; see :class:`megappo.reshard.transport.Transport`."""
-        return Coming(*self._senders[source], blocks)
+        return Coming(*self._senders[source], blocks, patience)
 
 
 class Sent(NamedTuple):
     """A message in a bucket of this rank's ring."""
 
     line: Line
+    patience: float
 
     def wait(self) -> None:
         """See :class:`megappo.reshard.transport.Work`."""
-        self.line.hear("took nothing")
+        self.line.hear("took nothing", self.patience)
 
 
 class Coming(NamedTuple):
@@ -124,10 +126,11 @@ class Coming(NamedTuple):
     line: Line
     ring: torch.Tensor
     blocks: Blocks
+    patience: float
 
     def wait(self) -> None:
         """See :class:`megappo.reshard.transport.Work`."""
-        bucket = self.line.hear("sent nothing")
+        bucket = self.line.hear("sent nothing", self.patience)
         unpack(self.ring[bucket], self.blocks)
         self.line.say(bucket)
 
@@ -148,8 +151,8 @@ def open_rings(
     """
     store, rank = gloo.store, gloo.rank
 
-    def line(connection: socket.socket, peer: int, *, sends: bool) -> Line:
-        return Line(connection, gloo.describe(peer), gloo.timeout_s, sends=sends)
+    def line(connection: socket.socket, peer: int) -> Line:
+        return Line(connection, gloo.describe(peer), gloo.timeout_s)
 
     memory = _make(buckets * bucket_bytes) if receivers else None
     with tempfile.TemporaryDirectory(prefix="megappo-", dir=FOLDER) as folder, socket.socket(socket.AF_UNIX) as door:
@@ -161,9 +164,9 @@ def open_rings(
         for sender, call in calls.items():
             store.set(f"ring/{sender}/{rank}", "open" if call else "not")
         opened = {receiver for receiver in receivers if store.get(f"ring/{rank}/{receiver}") == b"open"}
-        to = {peer: line(call, peer, sends=True) for peer, call in (_answer(door, memory) for _ in opened)}
+        to = {peer: line(call, peer) for peer, call in (_answer(door, memory) for _ in opened)}
     from_ = {
-        peer: (line(call, peer, sends=False), _map(_given(call, gloo.describe(peer)), buckets))
+        peer: (line(call, peer), _map(_given(call, gloo.describe(peer)), buckets))
         for peer, call in calls.items()
         if call
     }

@@ -11,7 +11,7 @@ import torch
 
 from megappo.reshard.copies import Copy, block
 from megappo.reshard.messages import Message
-from megappo.reshard.transport import Blocks, Transport, Work
+from megappo.reshard.transport import PATIENCE, Blocks, Transport, Work
 
 BUCKET_BYTES = 16 << 20
 """A rank packs and unpacks in at most two of these, whatever the model's size; on a GPU, of sixteen times as much."""
@@ -95,7 +95,7 @@ def carry_out(
         tends = transport.tends(blocks)
         if tends and len(tended) == in_flight:
             tended.popleft().wait()
-        work = transport.send(blocks, peer) if sends else transport.receive(blocks, peer)
+        work = (transport.send if sends else transport.receive)(blocks, peer, PATIENCE ** (message.wave + sends))
         (tended if tends else alone).append(work)
         sent, received = (sent + blocks.nbytes, received) if sends else (sent, received + blocks.nbytes)
     under_way()

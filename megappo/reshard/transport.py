@@ -34,8 +34,9 @@ class Blocks(Sequence[torch.Tensor]):
         return self._views[at]
 
 
-SENDERS_WAIT = 1.05
-"""Times the limit: a receiver that itself waits for somebody is not to be blamed, but heard first."""
+PATIENCE = 1.05
+"""Times the limit that a rank nearer to the cause has, which is to be heard first: a sender's receiver may itself wait
+for somebody, and so may one who passes on."""
 
 
 class TransferError(RuntimeError):
@@ -61,11 +62,19 @@ class Transport(Protocol):
     def tends(self, blocks: Blocks) -> bool:
         """Whether a message takes this rank's memory or help until ``wait`` returns; others travel by themselves."""
 
-    def send(self, blocks: Blocks, to: int) -> Work:
-        """Start to send."""
+    def send(self, blocks: Blocks, to: int, patience: float = PATIENCE) -> Work:
+        """Start to send.
 
-    def receive(self, blocks: Blocks, source: int) -> Work:
-        """Start to receive into the blocks."""
+        Args:
+            patience: times the limit that the other one may take.
+        """
+
+    def receive(self, blocks: Blocks, source: int, patience: float = 1.0) -> Work:
+        """Start to receive into the blocks.
+
+        Args:
+            patience: times the limit that the other one may take.
+        """
 
     def finish(self) -> None:
         """Return once every message that was waited for has truly arrived.
