@@ -69,6 +69,18 @@ def test_a_layout_may_lose_to_rounding_what_plain_torch_does_and_no_more() -> No
         multigpu_layouts.compare("tp2", {"before": moved(0.01), "after": moved(0.561)}, alone, EXACT, plain)
 
 
+@pytest.mark.parametrize(("stat", "factor"), [("actor/grad_norm", 2.0), ("actor/pg_loss", 0.97)])
+def test_a_layout_with_another_gradient_is_refused(stat: str, factor: float) -> None:
+    """As where replicas are summed that are to be averaged; the weights after one step of Adam would not show it."""
+    stats = {"actor/grad_norm": 3.0, "actor/pg_loss": -0.5}
+    alone = {"before": EXACT, "after": EXACT, "stats": stats}
+    row = multigpu_layouts.compare("dp2", alone, alone, EXACT, EXACT)
+    assert row["grad_norm / one rank's"] == row["pg_loss / one rank's"] == 1
+    with pytest.raises(BenchError, match=rf"^dp2: {stat} is {factor:g} times one rank's$"):
+        found = {**alone, "stats": {**stats, stat: factor * stats[stat]}}
+        multigpu_layouts.compare("dp2", found, alone, EXACT, EXACT)
+
+
 def test_in_float32_next_to_nothing_is_rounding() -> None:
     alone = {"before": EXACT, "after": EXACT}
     multigpu_layouts.compare("tp2", {"before": moved(7e-5)}, alone, EXACT, EXACT)

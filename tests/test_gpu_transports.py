@@ -24,10 +24,23 @@ from megappo.reshard.transfer import Pace
 from megappo.reshard.transport import TransferError
 
 
-def transfer_to(engine_tp: int) -> TransferSpec:
-    """From one rank to the ranks of an engine, each with a device of its own as far as the plan knows."""
-    places = tuple(("here", str(rank)) for rank in range(1 + engine_tp))
-    return TransferSpec(MODEL, Layout(), 1, engine_tp, fused_norms=False, places=places, forward=True)
+def transfer_to(engines: int, engine_tp: int, *places: tuple[str, str]) -> TransferSpec:
+    """From one rank to those of engines, which are where the plan is told."""
+    return TransferSpec(MODEL, Layout(), engines, engine_tp, fused_norms=False, places=places, forward=True)
+
+
+ONE = transfer_to(1, 1, ("here", "0"), ("here", "1"))
+TWO = transfer_to(1, 2, ("here", "0"), ("here", "1"), ("here", "2"))
+CASES: dict[str, tuple[TransferSpec, Any, list[str]]] = {
+    "one receiver": (ONE, "auto", ["NcclTransport"]),
+    "two receivers": (TWO, "auto", ["NcclTransport"]),
+    "gloo": (TWO, "gloo", []),
+    # What each engine gets from afar, the other gets from it: messages go both ways between them.
+    "passed on": (transfer_to(2, 1, ("here", "0"), ("there", "0"), ("there", "1")), "auto", ["NcclTransport"]),
+    # One receiver is on the sender's device, where NCCL cannot be: it is served over gloo, beside NCCL.
+    "mixed": (transfer_to(1, 2, ("here", "0"), ("here", "0"), ("here", "1")), "auto", ["NcclTransport"]),
+}
+"""The transfer, the transport, and the carriers that a sender then has beside gloo."""
 
 
 def endpoint(transfer: TransferSpec, rank: int, meeting: Meeting) -> tuple[Endpoint, dict[str, torch.Tensor]]:
@@ -57,11 +70,13 @@ def process(transfer: TransferSpec, rank: int, meeting: Meeting, pipe: Connectio
     pipe.recv()
 
 
-def losing(transfer: TransferSpec, rank: int, meeting: Meeting, fate: int, at: int, pipe: Connection) -> None:
-    """Rank 0 gets a signal before one of its syncs; the other says what came of it, and uses its GPU again."""
+def losing(
+    transfer: TransferSpec, rank: int, meeting: Meeting, doomed: int, fate: int, at: int, pipe: Connection
+) -> None:
+    """One of two gets a signal before one of its syncs; the other says what came of it, and uses its GPU again."""
     end, params = endpoint(transfer, rank, meeting)
     for round_ in (1, 2):
-        if (rank, round_) == (0, at):
+        if (rank, round_) == (doomed, at):
             os.kill(os.getpid(), fate)
         began = time.monotonic()
         try:
@@ -90,28 +105,34 @@ def processes(transfer: TransferSpec, target: Any, *args: Any) -> Iterator[list[
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("transport", "engine_tp"), [("auto", 1), ("auto", 2), ("gloo", 2)])
-def test_weights_arrive_between_gpus(transport: Any, engine_tp: int) -> None:
+@pytest.mark.parametrize(("transfer", "transport", "wanted"), CASES.values(), ids=CASES)
+def test_weights_arrive_between_gpus(transfer: TransferSpec, transport: Any, wanted: list[str]) -> None:
     store = host_store("127.0.0.1", 60.0)
     meeting = Meeting("127.0.0.1", store.port, 60.0, verify="full", transport=transport)
-    with processes(transfer_to(engine_tp), process, meeting) as pipes:
+    with processes(transfer, process, meeting) as pipes:
         assert all(pipe.poll(120) for pipe in pipes)
         (_, carriers, _), *received = (pipe.recv() for pipe in pipes)
-    assert carriers == (["NcclTransport"] if transport == "auto" else [])
-    for tp_rank, (mismatches, _, held) in enumerate(received):
+    assert carriers == wanted
+    for worker, (mismatches, _, held) in enumerate(received):
         assert mismatches == []
-        for name, values in expected(tp_rank, engine_tp).items():
+        for name, values in expected(worker % transfer.engine_tp, transfer.engine_tp).items():
             np.testing.assert_array_equal(held[name], 2 * values, err_msg=name)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("at", [1, 2], ids=["before they meet", "later"])
+@pytest.mark.parametrize(
+    ("doomed", "at"),
+    # Later, a sender need not notice: messages as small as these go into a lost receiver's buffers.
+    [(0, 1), (0, 2), (1, 1)],
+    ids=["sender before they meet", "sender later", "receiver before they meet"],
+)
 @pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stalled"])
-def test_a_lost_sender_is_named_in_time_and_the_gpu_is_free_again(fate: int, at: int) -> None:
+def test_a_lost_peer_is_named_in_time_and_the_gpu_is_free_again(fate: int, doomed: int, at: int) -> None:
     limit_s, store = 8.0, host_store("127.0.0.1", 60.0)
-    meeting, transfer = Meeting("127.0.0.1", store.port, limit_s, verify="full"), transfer_to(1)
-    with processes(transfer, losing, meeting, fate, at) as pipes:
-        assert pipes[1].poll(120), "hangs"
-        round_, error, took, total = pipes[1].recv()
-    assert round_ == at and error.startswith("actor rank 0 (node here) sent nothing"), error
+    meeting = Meeting("127.0.0.1", store.port, limit_s, verify="full")
+    with processes(ONE, losing, meeting, doomed, fate, at) as pipes:
+        assert pipes[1 - doomed].poll(120), "hangs"
+        round_, error, took, total = pipes[1 - doomed].recv()
+    named = ("actor rank 0 (node here) sent nothing", "engine 0 worker 0 (node here) took nothing")[doomed]
+    assert round_ == at and error.startswith(named), error
     assert took < limit_s + 4 and total == 9

@@ -30,6 +30,9 @@ RATE = 1e-5
 LOSES = 1.5
 """Times as far from float32 as plain torch a layout may come, in log-probabilities: both round, at other places."""
 
+STEADY = 0.02
+"""Share by which the loss and the gradient's norm may differ from one rank's. Adam's step would hide a wrong factor."""
+
 ROUNDING = 5e-5
 """Nats that a log-probability may at least lose to rounding."""
 
@@ -165,7 +168,7 @@ def compare(name: str, found: Numbers, alone: Numbers, exact: Scores, plain: Sco
     where nobody knows float32's, the two may be as far apart as the sum.
 
     Raises:
-        BenchError: they are further.
+        BenchError: they are further, or the update's loss or gradient is another.
     """
     row: dict[str, float | str] = {"layout": name}
     lost = _gaps(plain, exact).mean()
@@ -185,7 +188,9 @@ def compare(name: str, found: Numbers, alone: Numbers, exact: Scores, plain: Sco
     if "memory" in found and len(found["memory"]) <= torch.cuda.device_count():  # each has a GPU of its own
         row["more outside torch, MiB"] = max(found["memory"].values()) / 2**20
     for stat in ("actor/pg_loss", "actor/grad_norm") if "stats" in found else ():
-        row[f"{stat.split('/')[1]} / one rank's"] = found["stats"][stat] / alone["stats"][stat]
+        row[f"{stat.split('/')[1]} / one rank's"] = ratio = found["stats"][stat] / alone["stats"][stat]
+        if not abs(ratio - 1) < STEADY:
+            raise BenchError(f"{name}: {stat} is {ratio:.4g} times one rank's")
     return row
 
 
