@@ -37,8 +37,12 @@ CASES: dict[str, tuple[TransferSpec, Any, list[str]]] = {
     "gloo": (TWO, "gloo", []),
     # What each engine gets from afar, the other gets from it: messages go both ways between them.
     "passed on": (transfer_to(2, 1, ("here", "0"), ("there", "0"), ("there", "1")), "auto", ["NcclTransport"]),
-    # One receiver is on the sender's device, where NCCL cannot be: it is served over gloo, beside NCCL.
-    "mixed": (transfer_to(1, 2, ("here", "0"), ("here", "0"), ("here", "1")), "auto", ["NcclTransport"]),
+    # One receiver is on the sender's device, where NCCL cannot be.
+    "mixed": (
+        transfer_to(1, 2, ("here", "0"), ("here", "0"), ("here", "1")),
+        "auto",
+        ["NcclTransport", "SharedMemory"],
+    ),
 }
 """The transfer, the transport, and the carriers that a sender then has beside gloo."""
 
@@ -48,7 +52,7 @@ def endpoint(transfer: TransferSpec, rank: int, meeting: Meeting) -> tuple[Endpo
     from megappo.reshard import endpoint as module
 
     devices = torch.cuda.device_count()
-    torch.cuda.set_device(rank % devices)
+    torch.cuda.set_device(int(transfer.places[rank][1]) % devices)
     if transfer.world > devices:  # NCCL takes ranks on one GPU only if they say that they are on several hosts
         os.environ["NCCL_HOSTID"] = str(rank)
     module.ON_DEVICE = Pace(4 * 200, 4 * 30, in_flight=2)  # several messages, of blocks small and large

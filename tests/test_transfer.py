@@ -359,11 +359,11 @@ class Loopback:
     def tends(self, blocks: Any) -> bool:
         return not in_one_piece(blocks)
 
-    def send(self, blocks: Any, to: int) -> Any:
+    def send(self, blocks: Any, to: int, patience: float) -> Any:
         self.mail.append([block.clone() for block in blocks])
         return self._start(blocks)
 
-    def receive(self, blocks: Any, source: int) -> Any:
+    def receive(self, blocks: Any, source: int, patience: float) -> Any:
         for block, sent in zip(blocks, self.mail.pop(0), strict=True):
             block.copy_(sent)
         return self._start(blocks)

@@ -14,9 +14,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megappo.reshard.copies import Copy, block
-
-_DEVICE = 6
-"""Place of the device index in the arguments of ``rebuild_cuda_tensor``."""
+from megappo.reshard.rings import DEVICE_ARGUMENT
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ def open_params(shared: SharedParams) -> dict[str, torch.Tensor]:
     """Map another process's parameters into this one, on its current device."""
     index = torch.cuda.current_device()
     rebuild: Any = rebuild_cuda_tensor
-    wholes = [rebuild(*args[:_DEVICE], index, *args[_DEVICE + 1 :]) for args in shared.storages]
+    wholes = [rebuild(*args[:DEVICE_ARGUMENT], index, *args[DEVICE_ARGUMENT + 1 :]) for args in shared.storages]
     return {
         name: wholes[storage].as_strided(shape, stride, offset)
         for name, (storage, offset, shape, stride) in shared.views.items()

@@ -144,21 +144,23 @@ class Endpoint:
         return self.mismatches(version, received, said)
 
     def _choose_carriers(self, bucket: int, device: torch.device) -> None:
-        places = self._transfer.places
+        transfer, places = self._transfer, self._transfer.places
         receivers = {copy.destination for copy in self.part if copy.source == self.rank}
         senders = {copy.source for copy in self.part if copy.destination == self.rank}
         far = {peer: distance(places, self.rank, peer) for peer in receivers | senders}
-        if device.type == "cuda":  # NCCL refuses two ranks on one GPU
+        if self._on_host:
+            near = {peer for peer, link in far.items() if link != NETWORK}
+        else:  # NCCL refuses two ranks on one GPU; if nothing leaves it, parameters are mapped and no messages are sent
             apart = [peer for peer, link in far.items() if link != DEVICE]
-            ahead = AHEAD if len(apart) == len(far) else 0
-            self._carriers = dict.fromkeys(
-                apart, NcclTransport(self._gloo, self._pace.direct_bytes, device, len(apart), ahead)
-            )
-            return
-        here = {peer for peer, link in far.items() if link != NETWORK}
-        if here:
-            shared, reached = open_rings(self._gloo, receivers & here, senders & here, self._pace.in_flight, bucket)
-            self._carriers = dict.fromkeys(reached, shared)
+            near = far.keys() - apart
+            if near and not transfer.layerwise and transfer.stays_on_device():
+                near = set()
+            nccl = NcclTransport(self._gloo, self._pace.direct_bytes, device, len(apart), 0 if near else AHEAD)
+            self._carriers = dict.fromkeys(apart, nccl)
+        if near:
+            buckets = self._pace.in_flight
+            shared, reached = open_rings(self._gloo, receivers & near, senders & near, buckets, bucket, device)
+            self._carriers |= dict.fromkeys(reached, shared)
 
 
 def _peer(rank: int, copy: Copy) -> int:

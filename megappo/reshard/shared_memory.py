@@ -1,4 +1,5 @@
-"""Messages between processes of one host: packed by the sender into memory that the receiver reads.
+"""Messages between processes of one host: packed by the sender into memory that the receiver reads, on the host or on
+the device of both.
 
 Each sender has a ring of buckets for all its receivers, and a connection to each. A byte over it says which bucket is
 filled, another that it is free again; a process that dies closes its end.
@@ -6,16 +7,17 @@ filled, another that it is free again; a process that dies closes its end.
 
 from __future__ import annotations
 
-import mmap
 import os
 import socket
 import tempfile
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 
 from megappo.reshard.gloo import GlooTransport
+from megappo.reshard.rings import DeviceRing, HostRing, Ring, take_device_ring, take_host_ring
 from megappo.reshard.transport import PATIENCE, Blocks, TransferError, pack, unpack
 
 FOLDER = "/dev/shm"
@@ -74,14 +76,14 @@ class SharedMemory:
     """This rank's ring, and those that it reads."""
 
     def __init__(
-        self, ring: torch.Tensor | None, receivers: Mapping[int, Line], senders: Mapping[int, tuple[Line, torch.Tensor]]
+        self, ring: Ring | None, receivers: Mapping[int, Line], senders: Mapping[int, tuple[Line, torch.Tensor]]
     ) -> None:
         """Take the rings; see :func:`open_rings`.
 
         Args:
-            ring: uint8 [messages under way, bucket]; None if there is nobody to send to.
+            ring: of as many buckets as messages are under way; None if there is nobody to send to.
             receivers: by rank.
-            senders: with their rings, by rank.
+            senders: with the buckets of their rings, by rank.
         """
         self._ring, self._receivers, self._senders = ring, receivers, senders
         self._turn = 0
@@ -99,8 +101,10 @@ class SharedMemory:
     def send(self, blocks: Blocks, to: int, patience: float = PATIENCE) -> Sent:
         """Start to send; see :class:`megappo.reshard.transport.Transport`."""
         assert self._ring is not None, "open_rings was told of no receiver"
-        bucket, self._turn = self._turn, (self._turn + 1) % len(self._ring)  # free again: no more are under way
-        pack(blocks, self._ring[bucket])
+        buckets = self._ring.buckets
+        bucket, self._turn = self._turn, (self._turn + 1) % len(buckets)  # free again: no more are under way
+        pack(blocks, buckets[bucket])
+        _settle(buckets)
         self._receivers[to].say(bucket)
         return Sent(self._receivers[to], patience)
 
@@ -132,11 +136,23 @@ class Coming(NamedTuple):
         """See :class:`megappo.reshard.transport.Work`."""
         bucket = self.line.hear("sent nothing", self.patience)
         unpack(self.ring[bucket], self.blocks)
+        _settle(self.ring)
         self.line.say(bucket)
 
 
+def _settle(ring: torch.Tensor) -> None:
+    """Return once what was copied to or from it is there: the other process has streams of its own."""
+    if ring.is_cuda:
+        torch.cuda.current_stream(ring.device).synchronize()
+
+
 def open_rings(
-    gloo: GlooTransport, receivers: Collection[int], senders: Collection[int], buckets: int, bucket_bytes: int
+    gloo: GlooTransport,
+    receivers: Collection[int],
+    senders: Collection[int],
+    buckets: int,
+    bucket_bytes: int,
+    device: torch.device,
 ) -> tuple[SharedMemory, set[int]]:
     """Make this rank's ring and open others'.
 
@@ -144,6 +160,7 @@ def open_rings(
         gloo: the group of all ranks, over whose store they meet.
         receivers, senders: ranks of this host that this one sends to and receives from. They call this too.
         buckets: of a ring: as many as messages are under way at most.
+        device: where rings are; of a GPU, all these ranks share it.
 
     Returns:
         The transport, and the ranks that it reaches: not those with whom the host's memory is too small, or is not
@@ -154,9 +171,9 @@ def open_rings(
     def line(connection: socket.socket, peer: int) -> Line:
         return Line(connection, gloo.describe(peer), gloo.timeout_s)
 
-    memory = _make(buckets * bucket_bytes) if receivers else None
+    ring = _make(buckets, bucket_bytes, device) if receivers else None
     with tempfile.TemporaryDirectory(prefix="megappo-", dir=FOLDER) as folder, socket.socket(socket.AF_UNIX) as door:
-        if memory is not None:
+        if ring is not None:
             door.bind(os.path.join(folder, "door"))
             door.listen(len(receivers))
         store.set(f"ring/{rank}", door.getsockname())  # empty without a ring
@@ -164,32 +181,24 @@ def open_rings(
         for sender, call in calls.items():
             store.set(f"ring/{sender}/{rank}", "open" if call else "not")
         opened = {receiver for receiver in receivers if store.get(f"ring/{rank}/{receiver}") == b"open"}
-        to = {peer: line(call, peer) for peer, call in (_answer(door, memory) for _ in opened)}
-    from_ = {
-        peer: (line(call, peer), _map(_given(call, gloo.describe(peer)), buckets))
-        for peer, call in calls.items()
-        if call
-    }
+        to = {peer: line(call, peer) for peer, call in (_answer(door, ring) for _ in opened)}
+
+    def taken(call: socket.socket, peer: int) -> torch.Tensor:
+        who = gloo.describe(peer)
+        return take_host_ring(call, who, buckets) if device.type == "cpu" else take_device_ring(call, who)
+
+    from_ = {peer: (line(call, peer), taken(call, peer)) for peer, call in calls.items() if call}
     reached = (opened | from_.keys()) - (set(receivers) - opened) - (set(senders) - from_.keys())
-    return SharedMemory(None if memory is None else _map(memory, buckets), to, from_), reached
+    return SharedMemory(ring, to, from_), reached
 
 
-def _make(size: int) -> int | None:
-    """A handle of new memory that can be handed to other processes; None if there is no room."""
-    handle = os.memfd_create("megappo")
-    try:
-        os.posix_fallocate(handle, 0, size)  # else a full one would be noticed by a fatal signal later
-        return handle
-    except OSError:
-        os.close(handle)
-        return None
-
-
-def _map(handle: int, buckets: int) -> torch.Tensor:
-    """The memory of a handle, which is closed."""
-    memory = mmap.mmap(handle, 0)
-    os.close(handle)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(buckets, -1)
+def _make(buckets: int, bucket_bytes: int, device: torch.device) -> Ring | None:
+    """A ring of this process; None if the host has no room."""
+    if device.type != "cpu":
+        return DeviceRing(buckets, bucket_bytes, device)
+    with suppress(OSError):
+        return HostRing(buckets, bucket_bytes)
+    return None
 
 
 def _call(door: str, rank: int) -> socket.socket | None:
@@ -204,18 +213,10 @@ def _call(door: str, rank: int) -> socket.socket | None:
         return None
 
 
-def _answer(door: socket.socket, memory: int | None) -> tuple[int, socket.socket]:
-    """Let a process that has called in, and give it the memory; its rank, and the connection."""
-    assert memory is not None
+def _answer(door: socket.socket, ring: Ring | None) -> tuple[int, socket.socket]:
+    """Let a process that has called in, and give it the ring; its rank, and the connection."""
+    assert ring is not None
     connection, _ = door.accept()
     rank = int.from_bytes(connection.recv(RANK_BYTES, socket.MSG_WAITALL), "big")
-    socket.send_fds(connection, [bytes(1)], [memory])
+    ring.give(connection)
     return rank, connection
-
-
-def _given(connection: socket.socket, who: str) -> int:
-    """The handle that comes over a new connection."""
-    _, handles, _, _ = socket.recv_fds(connection, 1, 1)
-    if not handles:
-        raise TransferError(f"{who} gave no memory and is gone")
-    return handles[0]
