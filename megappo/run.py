@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -62,12 +63,12 @@ class Run:
         """
         self.config = config
         self.folder = config.run.folder
-        self._lock = RunLock(self.folder)
-        try:
+        with ExitStack() as ends:
+            ends.callback(RunLock(self.folder).release)
             self._open()
-        except BaseException:
-            self._lock.release()
-            raise
+            ends.callback(self._remote.close)
+            self._remote.start()  # last: of a run that is refused nothing goes up
+            self._ends = ends.pop_all()
 
     def _open(self) -> None:
         from transformers import AutoTokenizer
@@ -117,19 +118,16 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
-            self._dump.close()
-        except Exception as error:
-            if value is None:
-                raise
-            self.console.warn(f"the last rollouts could not be written: {error}")  # and go on with the first failure
-        finally:
-            if self._trackers is not None:
-                self._trackers.close(failed=value is not None)
+        with self._ends:
             try:
-                self._remote.close()
+                self._dump.close()
+            except Exception as error:
+                if value is None:
+                    raise
+                self.console.warn(f"the last rollouts could not be written: {error}")  # and go on with the first failure
             finally:
-                self._lock.release()
+                if self._trackers is not None:
+                    self._trackers.close(failed=value is not None)
 
     def _load(self, files: Sequence[str], tokenizer: Any) -> PromptSet:
         data = self.config.data

@@ -55,6 +55,7 @@ def train_on_examples(config: SupervisedConfig, task: Task) -> bool:
         stack.callback(lock.release)
         trainer = _Trainer(config, task, stop)
         stack.callback(trainer.remote.close)
+        trainer.remote.start()
         if trainer.step >= config.run.steps:
             trainer.console.finish(
                 f"step {config.run.steps} of {config.run.steps} is done: {trainer.checkpoints.latest()}"

@@ -140,6 +140,30 @@ def test_the_end_waits_no_longer_than_it_may(tmp_path: Path) -> None:
     assert run.warnings[0].startswith("not up at failing://bucket/run: checkpoints/step_1; they are in ")
 
 
+def test_after_the_end_nothing_more_is_begun(tmp_path: Path) -> None:
+    run = Local(tmp_path / "run", "failing://own/run")
+    (run.folder / "slow").write_text("slow")
+    until(lambda: "slow.partial" in FailingFileSystem.put_names)
+    run.step(1)
+    run.close(limit_s=0.1)
+    FailingFileSystem.gate.set()
+    until(lambda: not run.uploads._thread.is_alive())
+    assert run.remote.files().keys() == {".owner", "slow"}
+
+
+def test_who_waits_no_longer_for_the_end_leaves_no_thread(tmp_path: Path) -> None:
+    FailingFileSystem.broken.add("log.jsonl")
+    run = Local(tmp_path / "run", "failing://bucket/run")
+    run.step(1)
+
+    def interrupt(text: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.uploads.close(60, interrupt)
+    until(lambda: not run.uploads._thread.is_alive(), limit_s=10)
+
+
 def test_another_machine_takes_over(tmp_path: Path) -> None:
     first = Local(tmp_path / "first", "memory://bucket/run")
     first.step(1)

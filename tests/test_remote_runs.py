@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from small_project import Project, make_project
 from test_run_folder import config, folder  # noqa: F401 (a fixture)
 
 from megappo import cli
+from megappo.data.prompts import DataError
 from megappo.remote.down import local_folder
 from megappo.remote.folder import RemoteError, RemoteFolder
 from megappo.run import Run
@@ -33,6 +36,28 @@ def test_a_run_refuses_what_came_down_if_it_is_of_another(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"run.seed: 4 differs from 3, with which the run in other began"):
         Run(config(url, "run.work_dir=other", "run.seed=4"))
     RunLock(Path("other")).release()
+
+
+def test_a_run_that_is_refused_leaves_the_url_as_it_is(folder: Path) -> None:  # noqa: F811
+    url = config("run.dir=memory://bucket/run", "run.work_dir=here")
+    with Run(url) as run, run.checkpoints.writing(1) as partial:
+        run.checkpoints.write_state(partial, {"step": 1, "data": "other"})
+    owner, before = RemoteFolder("memory://bucket/run").read(".owner"), threading.enumerate()
+    with pytest.raises(DataError, match=r"data.train: "):
+        Run(url)
+    assert threading.enumerate() == before and RemoteFolder("memory://bucket/run").read(".owner") == owner
+    RunLock(Path("here")).release()
+
+
+def test_a_run_that_is_interrupted_while_it_ends_leaves_no_thread(folder: Path) -> None:  # noqa: F811
+    def interrupt(*, failed: bool) -> None:
+        raise KeyboardInterrupt
+
+    before = threading.enumerate()
+    with pytest.raises(KeyboardInterrupt), Run(config("run.dir=memory://bucket/run", "run.work_dir=here")) as run:
+        run._trackers = SimpleNamespace(close=interrupt)  # type: ignore[assignment]
+    assert threading.enumerate() == before
+    RunLock(Path("here")).release()
 
 
 def test_report_of_a_url(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811

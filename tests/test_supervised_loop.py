@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +19,10 @@ from megappo.cluster.calls import Pending
 from megappo.config import load_supervised
 from megappo.data.prompts import DataError
 from megappo.report import trackers
+from megappo.report.run_log import LogError
 from megappo.steps import NoProgress
 from megappo.stop_request import StopRequest
-from megappo.supervised import _Trainer
+from megappo.supervised import _Trainer, train_on_examples
 
 
 class Model:
@@ -88,6 +90,17 @@ def test_a_run_goes_on_with_the_examples_that_it_began_with(tmp_path: Path, proj
     finally:
         train.write_bytes(stored)
     assert run(tmp_path, Model())
+
+
+def test_a_run_at_a_url_that_is_refused_leaves_no_thread(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/url"
+    wanted = ("run.steps=5", f"run.dir={url}", f"run.work_dir={tmp_path}/here")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/log.jsonl").write_text("{}\n")
+    before = threading.enumerate()
+    with pytest.raises(LogError):
+        train_on_examples(load_supervised("config.yaml", wanted), "reward-train")
+    assert threading.enumerate() == before and not (tmp_path / "url/.owner").exists()
 
 
 def test_a_run_that_is_asked_to_stop_does_so_with_a_checkpoint(tmp_path: Path) -> None:

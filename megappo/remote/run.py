@@ -24,6 +24,8 @@ class OtherRun(ValueError):
 class RemoteSide:
     """Of a run whose folder is a URL; nothing at all of any other.
 
+    A newer checkpoint comes down at once; nothing goes up, and the URL stays whose it is, until :meth:`start`.
+
     Args:
         run: the configuration; its working folder is locked.
         checkpoints: of the run. A newer one that is complete at the URL comes down, with the logs.
@@ -38,19 +40,24 @@ class RemoteSide:
     def __init__(
         self, run: RunConfig, checkpoints: Checkpoints, console: Console, findings: Callable[[], Iterable[str]]
     ) -> None:
-        self._run, self._console = run, console
+        self._run, self._checkpoints, self._console = run, checkpoints, console
+        self._remote: RemoteFolder | None = None
         self._uploads: Uploads | None = None
         if not run.is_remote:
             return
         refuse_overlap(run.dir, run.folder)
-        remote = RemoteFolder.reached(run.dir)
+        self._remote = RemoteFolder.reached(run.dir)
         try:
-            came = bring_down(remote, checkpoints, console.status, console.warn)
+            came = bring_down(self._remote, checkpoints, console.status, console.warn)
         except OSError as error:
             raise RemoteError(f"run.dir: {run.dir} could not come down ({type(error).__name__}: {error})") from error
         if came and (problems := [line for line in findings() if not isinstance(line, Advice)]):
             raise OtherRun(problems)
-        self._uploads = Uploads(run.folder, remote, checkpoints, console.warn)
+
+    def start(self) -> None:
+        """Take the URL, and send from now on until :meth:`close`: once nothing keeps the run from going on."""
+        if self._remote is not None:
+            self._uploads = Uploads(self._run.folder, self._remote, self._checkpoints, self._console.warn)
 
     def tell(self) -> None:
         """Tell what happened in the background."""

@@ -72,12 +72,12 @@ class Uploads:
             self._warn(f"{at[0]} has been going up to {self.remote.url} for {SLOW_S / 60:g} minutes; training goes on")
 
     def close(self, limit_s: float, say: Callable[[str], None]) -> None:
-        """Send the rest, but take no longer than the limit; what is not up then is told."""
+        """Send the rest, but take no longer than the limit; what is not up then is told, and nothing more is begun."""
         self._closing.set()
-        self._thread.join(1.0)
-        if self._thread.is_alive():
-            say(f"waiting up to {limit_s:g} s until everything is up at {self.remote.url} (Ctrl-C: no longer)")
         try:
+            self._thread.join(1.0)
+            if self._thread.is_alive():
+                say(f"waiting up to {limit_s:g} s until everything is up at {self.remote.url} (Ctrl-C: no longer)")
             self._thread.join(max(limit_s - 1.0, 0.0))
         finally:
             self._over.set()
@@ -137,6 +137,8 @@ class Uploads:
         steps = self._wanted()  # before the logs: these have all that came before the checkpoints
         failures: list[tuple[str, Exception]] = []
         for name, stamp in self._changed():
+            if self._over.is_set():
+                return
             try:
                 self._send(name, lambda name=name: self.remote.put(self.folder / name, name))  # type: ignore[misc]
                 self._sent[name] = stamp
@@ -174,7 +176,7 @@ class Uploads:
         folder = self.checkpoints.folder / name
         self.checkpoints.held = name
         try:
-            if step not in self._complete and folder.is_dir():
+            if step not in self._complete and folder.is_dir() and not self._over.is_set():
                 self._send(f"{CHECKPOINTS}/{name}", lambda: self.remote.put_checkpoint(folder))
                 self._complete.add(step)
                 self._prune()
