@@ -34,7 +34,7 @@ from megappo.report.versions import VERSIONS_NAME, versions
 from megappo.rewards.functions import make_manager
 from megappo.rewards.mix import PARTS, check_covered
 from megappo.run_lock import RunLock
-from megappo.steps import require_progress
+from megappo.steps import Done, require_progress
 from megappo.strict_yaml import parse, to_plain
 
 SAMPLES = 8
@@ -97,7 +97,7 @@ class Run:
             require_same(self.checkpoints.read_state(latest).get(DATA), self.data_fingerprint, self.folder)
         self._log = RunLog(self.folder)
         self._trackers: Trackers | None = None
-        self._began_at: int | None = None
+        self._done_before = self.done
         stored = self.folder / "config.yaml"
         resumes = latest is not None and stored.is_file()
         self._changes = changed_settings(stored.read_text(), dump_config(config)) if resumes else []
@@ -124,7 +124,8 @@ class Run:
             except Exception as error:
                 if value is None:
                     raise
-                self.console.warn(f"the last rollouts could not be written: {error}")  # and go on with the first failure
+                # And go on with the first failure.
+                self.console.warn(f"the last rollouts could not be written: {error}")
             finally:
                 if self._trackers is not None:
                     self._trackers.close(failed=value is not None)
@@ -153,8 +154,6 @@ class Run:
             validated: whether it was concluded; if not, its validation and its line in the log come again as well.
         """
         self._log.truncate_after(-1 if resumed_at is None else resumed_at, validated=validated)
-        if self._began_at is None:
-            self._began_at = resumed_at or 0
         if self._trackers is not None:  # the run starts over
             self._trackers.close()
         self._trackers = Trackers(
@@ -209,13 +208,19 @@ class Run:
         self.console.warn(text)
 
     @property
-    def is_finished(self) -> bool:
-        """Whether a checkpoint of the last step is there, and its validation is done."""
+    def done(self) -> Done:
+        """How far the run is."""
         latest = self.checkpoints.latest()
         if latest is None:
-            return False
+            return 0, True
         state = self.checkpoints.read_state(latest)
-        return UNVALIDATED not in state and state["step"] >= self.config.run.steps
+        return state["step"], UNVALIDATED not in state
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether a checkpoint of the last step is there, and its validation is done."""
+        step, validated = self.done
+        return validated and step >= self.config.run.steps
 
     def finish(self) -> None:
         """Say how it went and write the report."""
@@ -225,9 +230,9 @@ class Run:
         """Say that the run ends here as it was asked to, with a checkpoint of this step.
 
         Raises:
-            NoProgress: this command began at this very step, so that ending and starting it again would go on forever.
+            NoProgress: this command began there as well, so that ending and starting it again would go on forever.
         """
-        require_progress(step, self._began_at)
+        require_progress(self.done, self._done_before)
         self.console.status(f"stopped after step {step} as SIGUSR1 asked; the same command goes on from its checkpoint")
 
     def _warn_of_failed_rewards(self, rows: pa.Table) -> None:

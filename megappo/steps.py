@@ -34,17 +34,21 @@ def take_steps(loop: Loop, last: int, stop: StopRequest) -> bool:
     return True
 
 
-def require_progress(step: int, began_at: int | None) -> None:
+Done = tuple[int, bool]
+"""How far a run is: the step of its last checkpoint, and whether that is validated."""
+
+
+def require_progress(done: Done, before: Done) -> None:
     """Refuse to end as asked where the same command would only do the same again.
 
     Args:
-        step: steps that are done.
-        began_at: steps that were, when this command began; None: it has not begun.
+        done: how far the run is.
+        before: how far it was when this command began.
 
     Raises:
-        NoProgress: they are as many.
+        NoProgress: no farther.
     """
-    if step == began_at:
+    if done == before:
         raise NoProgress(
             "asked to stop (SIGUSR1) before a single step was done: give it more time, or ask later before its end"
         )

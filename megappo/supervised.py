@@ -6,12 +6,13 @@ import math
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megappo.check.supervised import supervised_folder_findings
-from megappo.checkpoints import DATA, Checkpoints
+from megappo.checkpoints import DATA, UNVALIDATED, Checkpoints
 from megappo.cluster.calls import Pending
 from megappo.cluster.dataflow import TableRef, batch_of, get_table
 from megappo.cluster.training import TrainingCluster
@@ -30,7 +31,7 @@ from megappo.report.trackers import Trackers
 from megappo.report.versions import VERSIONS_NAME, versions
 from megappo.run import changed_settings, title, write_whole
 from megappo.run_lock import RunLock
-from megappo.steps import is_due, require_progress, take_steps
+from megappo.steps import Done, is_due, require_progress, take_steps
 from megappo.stop_request import StopRequest, stop_request
 from megappo.strict_yaml import to_plain
 from megappo.workers.objectives import Objective
@@ -44,7 +45,8 @@ def train_on_examples(config: SupervisedConfig, task: Task) -> bool:
     """Train as configured, from the beginning or from the run's last complete checkpoint.
 
     Returns:
-        Whether all steps are done; if not, SIGUSR1 asked for an early end, and a checkpoint holds what is done.
+        Whether all steps are done, and validated; if not, SIGUSR1 asked for an early end, and a checkpoint holds what
+        is done.
 
     Raises:
         DataError, PoolError, StackError, WorkerFailed, RunInUse, NoProgress: with words for the user.
@@ -56,7 +58,7 @@ def train_on_examples(config: SupervisedConfig, task: Task) -> bool:
         trainer = _Trainer(config, task, stop)
         stack.callback(trainer.remote.close)
         trainer.remote.start()
-        if trainer.step >= config.run.steps:
+        if trainer.is_finished:
             trainer.console.finish(
                 f"step {config.run.steps} of {config.run.steps} is done: {trainer.checkpoints.latest()}"
             )
@@ -99,7 +101,7 @@ class _Trainer:
         latest = self.checkpoints.latest()
         state: dict[str, Any] = {"step": 0} if latest is None else self.checkpoints.read_state(latest)
         require_same(state.get(DATA), self.train.fingerprint, folder)
-        self.step = state["step"]
+        self.step, self.unvalidated = state["step"], state.get(UNVALIDATED)
         self.log = RunLog(folder)
         stored, text = folder / "config.yaml", dump_config(config)
         self.changes = changed_settings(stored.read_text(), text) if latest and stored.is_file() else []
@@ -118,32 +120,40 @@ class _Trainer:
         """All steps that are left; see :func:`train_on_examples`."""
         config, self.cluster = self.config, cluster
         latest = self.checkpoints.latest()
-        resumed = None if latest is None else self.step
+        logged = None if latest is None else self.step - (self.unvalidated is not None)
         if latest is not None:
             cluster.calls.gather(cluster.model.load(str(latest / ROLES[self.task])))
             changed = f", with other settings than before: {', '.join(self.changes)}" if self.changes else ""
             self.console.status(f"resumed from the checkpoint of step {self.step}{changed}")
-        self.log.truncate_after(-1 if resumed is None else resumed)
+        self.log.truncate_after(-1 if logged is None else logged)
         self.trackers = Trackers(
             config.run.trackers,
             config.run.folder,
             config_text=dump_config(config),
-            resumed_at=resumed,
+            resumed_at=logged,
             warn=self.console.warn,
         )
         with self.trackers:
-            if self.step == 0 and config.run.validate_before:
-                self._record(self.validate())
-            began_at = self.step
-            if not take_steps(self, config.run.steps, self.stop):
-                require_progress(self.step, began_at)
+            before = self.done
+            if not self.stop.asked:  # else no step comes after it
+                if self.step == 0 and config.run.validate_before:
+                    self._record(self.validate())
+                if latest is not None and self.unvalidated is not None:
+                    self.catch_up(latest, self.unvalidated)
+            # For want of time the last step may be done, but not validated.
+            if not take_steps(self, config.run.steps, self.stop) or not self.is_finished:
+                require_progress(self.done, before)
                 self.console.status(f"stopped after step {self.step}, as SIGUSR1 asked")
                 return False
         self.console.finish(f"checkpoint: {self.checkpoints.latest()}")
         return True
 
     def train_step(self) -> bool:
-        """One step, with validation and checkpoint where they are due. Returns whether a checkpoint holds it."""
+        """One step, with validation and checkpoint where they are due. Returns whether a checkpoint holds it.
+
+        Where a signal has asked for an end, the time for a checkpoint may be short: it is written at once, and the
+        validation comes when the run goes on (:meth:`catch_up`).
+        """
         run, began = self.config.run, time.time()
         size, position = self.config.data.batch, self.step * self.config.data.batch
         rows = batch_of(self.train.rows(self.order.take(position, size)))
@@ -164,12 +174,35 @@ class _Trainer:
             "perf/throughput": float(rows.tokens.sum()) / seconds / len(self.cluster.model.members),
         }
         if is_due(self.step, run.validate_every, run.steps):
+            if self.stop.asked and self.validation is not None:
+                self.save(metrics, validated=False)
+                return True
             metrics |= self.validate()
         if saved := self.stop.asked or is_due(self.step, run.checkpoint_every, run.steps):
             self.save(metrics)
         else:
             self._record(metrics)
         return saved
+
+    @property
+    def done(self) -> Done:
+        """How far the run is."""
+        return self.step, self.unvalidated is None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps are done, and validated."""
+        return self.unvalidated is None and self.step >= self.config.run.steps
+
+    def catch_up(self, checkpoint: Path, metrics: Metrics) -> None:
+        """Validate and log the step of a checkpoint that had to be written before.
+
+        Args:
+            metrics: of the step, as far as it was done.
+        """
+        self._record({**metrics, **self.validate()})
+        self.unvalidated = None
+        self.checkpoints.amend(checkpoint, self.state, None)
 
     def validate(self) -> Metrics:
         """Loss on the validation examples, how often the chosen side of a pair has the higher score; and the time."""
@@ -192,13 +225,27 @@ class _Trainer:
         loss = float(np.logaddexp(0.0, margins - gaps).mean())
         return {"val/loss": loss, "val/accuracy": float((gaps > 0).mean()), "val/gap": float(gaps.mean())}
 
-    def save(self, metrics: Metrics) -> None:
-        """Write a checkpoint, complete or not at all, and the step's line in the log before it gets its name."""
+    def save(self, metrics: Metrics, *, validated: bool = True) -> None:
+        """Write a checkpoint, complete or not at all, and the step's line in the log before it gets its name.
+
+        Args:
+            validated: whether the step is done; if not, the checkpoint keeps its metrics, and no line is written.
+        """
         began = time.time()
         with self.checkpoints.writing(self.step) as folder:
             self.cluster.calls.gather(self.cluster.model.save(str(folder / ROLES[self.task])))
-            self.checkpoints.write_state(folder, {"step": self.step, DATA: self.train.fingerprint})
-            self._record({**metrics, "timing_s/save_checkpoint": time.time() - began})
+            metrics = {**metrics, "timing_s/save_checkpoint": time.time() - began}
+            if not validated:
+                self.unvalidated = {name: x if isinstance(x, int) else float(x) for name, x in metrics.items()}
+            self.checkpoints.write_state(folder, self.state)
+            if validated:
+                self._record(metrics)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the model's state."""
+        rest = {} if self.unvalidated is None else {UNVALIDATED: self.unvalidated}
+        return {"step": self.step, DATA: self.train.fingerprint, **rest}
 
     def _record(self, metrics: Metrics) -> None:
         self.log.append(self.step, metrics)

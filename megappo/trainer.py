@@ -50,7 +50,8 @@ def train(config: Config) -> bool:
     """Train as configured, from the beginning or from the run's last complete checkpoint.
 
     Returns:
-        Whether all steps are done; if not, SIGUSR1 asked for an early end, and a checkpoint holds what is done.
+        Whether all steps are done, and validated; if not, SIGUSR1 asked for an early end, and a checkpoint holds what
+        is done.
 
     Raises:
         DataError, RewardError, ModelError, PoolError, StackError, DeviceTooSmall, WorkerFailed, WeightMismatch,
@@ -72,7 +73,7 @@ def _train_until_stopped(config: Config, run: Run, stop: StopRequest) -> bool:
     with Cluster(config, run.data_sources, run.console.status) as cluster:
         trainer = Trainer(config, run, cluster, stop)
         trainer.resume()
-        if trainer.step == 0 and config.run.validate_before:
+        if trainer.step == 0 and config.run.validate_before and not stop.asked:  # else no step comes after it
             run.log(0, trainer.validate(check=True))
         # For want of time the last step may be done, but not validated.
         if take_steps(trainer, config.run.steps, stop) and run.is_finished:
@@ -360,7 +361,7 @@ class Trainer:
             unvalidated = state.get(UNVALIDATED)
         self.run.start_log(self.step if latest is not None else None, validated=unvalidated is None)
         self.cluster.sync_weights(version=self.step)
-        if latest is not None and unvalidated is not None:
+        if latest is not None and unvalidated is not None and not self.stop.asked:
             self.catch_up(latest, unvalidated)
 
 

@@ -42,6 +42,8 @@ def test_resuming(project: Project) -> None:
     assert project.report("run.steps=5").warnings == (
         "run.steps: 5 steps are done, as run has a checkpoint of step 5: raise run.steps, or choose another run.dir",
     )
+    (project.folder / "run/checkpoints/step_5/trainer.json").write_text('{"step": 5, "unvalidated": {}}')
+    assert project.report("run.steps=5") == Report(), "the last validation is still to come"
 
 
 def test_scoring_is_none_of_the_run_s_business(project: Project) -> None:

@@ -32,6 +32,7 @@ from megappo.stop_request import StopRequest
 METRIC = "val-core/arithmetic/acc/mean@1"
 SCORES = {1: 0.25, 2: 0.75, 3: 0.5, 4: 0.625}
 """What validation gives after each step."""
+START, VALIDATING = -1, -2
 RUN = ("run.validate_every=2", "run.save_every=0", "run.steps=4", "run.validate_before=false", "run.trackers=[]")
 
 
@@ -72,13 +73,16 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """Begin or resume a run: ``start(name, stop after step, overrides)``; whether it went to its end.
 
-    With ``loses`` a worker is lost in that step, after the signal.
+    With ``loses`` a worker is lost in that step, after the signal; at ``START`` the signal comes before anything else,
+    at ``VALIDATING`` in the first validation.
     """
     monkeypatch.chdir(project)
 
     def begin(name: str, until: int | None, *overrides: str, dies: bool = False, loses: bool = False) -> bool:
         config = load_config("config.yaml", [*RUN, f"run.dir={tmp_path / name}", "ppo.guards={}", *overrides])
         stop = StopRequest()
+        if until == START:
+            stop.ask()
 
         def driver(config: Any, run: Run, cluster: Any, stop: StopRequest) -> Driver:
             made = Driver(run, stop, dies)
@@ -91,7 +95,15 @@ def start(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
                         raise WorkerLost("a worker died")
                 return step()
 
+            validate = made.validate
+
+            def ask_and_validate(*, check: bool = False) -> Metrics:
+                if until == VALIDATING:
+                    stop.ask()
+                return validate(check=check)
+
             made.train_step = ask_and_step  # type: ignore[method-assign]
+            made.validate = ask_and_validate  # type: ignore[method-assign]
             return made
 
         monkeypatch.setattr(loop, "Trainer", driver)
@@ -135,6 +147,20 @@ def test_a_run_that_was_stopped_before_its_validation_has_it_when_it_goes_on(sta
     assert sampled(folder) == sampled(tmp_path / "whole")
     names = [sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir()) for name in ("parts", "whole")]
     assert names == [["best", "step_2", "step_4"]] * 2
+
+
+def test_a_run_that_is_to_stop_at_once_does_not_validate(start: Any, tmp_path: Path) -> None:
+    with pytest.raises(NoProgress):
+        start("begun", START, "run.validate_before=true")
+    assert sampled(tmp_path / "begun") == []
+    assert not start("begun", 2)
+    with pytest.raises(NoProgress):
+        start("begun", START)
+    assert sampled(tmp_path / "begun") == [(1, "train"), (2, "train")]
+    assert not start("begun", VALIDATING), "which was still to come: that is progress"
+    assert log_steps(tmp_path / "begun") == [1, 2]
+    with pytest.raises(NoProgress):
+        start("begun", START)
 
 
 def test_a_step_without_validation_is_concluded_at_once(start: Any, tmp_path: Path) -> None:

@@ -47,8 +47,9 @@ def test_a_stop_that_was_asked_for_before_the_first_step_is_no_progress() -> Non
     loop = Loop(3, 1, stop, 0)
     assert not take_steps(loop, 10, stop)
     with pytest.raises(NoProgress, match="before a single step was done"):
-        require_progress(loop.step, 3)
-    require_progress(loop.step, 2)
+        require_progress((loop.step, True), (3, True))
+    require_progress((loop.step, True), (2, True))
+    require_progress((loop.step, True), (3, False))  # the validation that was still to come
 
 
 def test_what_is_due() -> None:

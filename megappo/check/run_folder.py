@@ -12,7 +12,7 @@ from typing import Any
 
 from megappo.check.findings import Advice, done, shown, under
 from megappo.check.remote_folder import local_place, remote_folder_findings
-from megappo.checkpoints import STATE_NAME
+from megappo.checkpoints import STATE_NAME, UNVALIDATED
 from megappo.config import Config, ConfigError, RunConfig, load_config
 
 FIXED_ON_RESUME = (
@@ -64,7 +64,7 @@ def run_findings(config: Config) -> Iterator[str]:
             f"run.steps: {run.steps} differs from {stored.run.steps}, with which the run in {folder} went on so far: "
             f"the learning rate jumps, as the {schedule} schedule ends at the last step (a constant one does not)"
         )
-    if steps[-1] >= run.steps:
+    if steps[-1] >= run.steps and not is_unvalidated(folder, steps[-1]):
         yield Advice(
             f"run.steps: {done(run.steps)}, as {folder} has a checkpoint of step {steps[-1]}: "
             "raise run.steps, or choose another run.dir"
@@ -130,6 +130,14 @@ def checkpoint_steps(folder: Path) -> list[int]:
     except OSError:
         return []
     return sorted(int(match[1]) for match in map(re.compile(r"step_(\d+)").fullmatch, names) if match)
+
+
+def is_unvalidated(folder: Path, step: int) -> bool:
+    """Whether the validation of a run's checkpoint is still to come."""
+    try:
+        return f'"{UNVALIDATED}"' in (folder / "checkpoints" / f"step_{step}" / STATE_NAME).read_text(errors="replace")
+    except OSError:  # the run says so
+        return False
 
 
 def differences(old: Any, new: Any, keys: Collection[str]) -> Iterator[tuple[str, Any, Any]]:

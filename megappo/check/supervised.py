@@ -10,7 +10,7 @@ from megappo.check.lora import lora_findings
 from megappo.check.megatron import eight_bit_findings, size_findings
 from megappo.check.memory import training_fit_findings
 from megappo.check.model_files import has_chat_template, tokenizer_problems, weight_problems
-from megappo.check.run_folder import checkpoint_steps, differences, place_findings
+from megappo.check.run_folder import checkpoint_steps, differences, is_unvalidated, place_findings
 from megappo.config import ConfigError, RunConfig, SupervisedConfig, Task, load_supervised
 from megappo.data.prompt_files import PromptFile, read_columns
 from megappo.formats.safetensors_files import set_aside
@@ -172,5 +172,5 @@ def supervised_folder_findings(config: SupervisedConfig) -> Iterator[str]:
             f"{dotted}: {shown(new)} differs from {shown(old)}, with which the run in {folder} began: set it back, or "
             "choose another run.dir"
         )
-    if steps[-1] >= run.steps:
+    if steps[-1] >= run.steps and not is_unvalidated(folder, steps[-1]):
         yield Advice(f"run.steps: {done(run.steps)} in {folder}: raise run.steps, or choose another run.dir")
