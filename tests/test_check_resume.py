@@ -55,6 +55,17 @@ def test_scoring_is_none_of_the_run_s_business(project: Project) -> None:
     assert check_file("config.yaml", overrides, scoring=True)[1] == Report()
 
 
+def test_scoring_is_not_measured_by_what_training_takes(project: Project) -> None:
+    numbers = "matrix_tflops: 700, memory_gb_s: 4000, host_gb_s: 50, node_gb_s: 300, network_gb_s: 40"
+    overrides = ("run.device=cuda", "run.device_profile=small.yaml", "roles.rollout.memory_fraction=0.02")
+    Path("small.yaml").write_text(f"{{memory_gib: 6, {numbers}}}")  # without room for an engine
+    assert project.report(*overrides).warnings
+    assert check_file("config.yaml", overrides, scoring=True)[1] == Report()
+    Path("small.yaml").write_text(f"{{memory_gib: 0.6, {numbers}}}")
+    found = [line.split(" needs ")[0] for line in check_file("config.yaml", overrides, scoring=True)[1].warnings]
+    assert found == ["pools.train: scoring by the actor", "pools.value: scoring by the reference"]
+
+
 def test_resuming_with_another_model(project: Project) -> None:
     _begin_run(project, step=5)
     write_model(project.folder / "other")

@@ -65,6 +65,12 @@ def test_mistakes(folder: Path, override: str, message: str) -> None:
     assert any(line.startswith(message.replace("FOLDER", str(folder))) for line in errors), errors
 
 
+def test_what_leaves_the_device_for_nobody(folder: Path) -> None:
+    _, errors, (line,) = check_supervised_file("config.yaml", ("role.offload=all",), "reward-train")
+    assert line == "role.offload: all costs time and makes room for nobody, as no other role is there: set none"
+    assert not errors
+
+
 def test_mistakes_come_out_together(folder: Path) -> None:
     _, errors, _ = check_supervised_file("config.yaml", ("run.nope=1", "role.tp=3", "data.train=[]"), "reward-train")
     assert [line.split(":")[0] for line in errors] == ["run.nope", "role.tp", "role.tp", "data.train"], errors

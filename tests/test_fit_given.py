@@ -10,7 +10,7 @@ from qwen import write_qwen
 from test_fit import ACTIVATIONS, CONFIG, STATE, WEIGHTS, device
 
 from megappo.check.findings import Advice
-from megappo.check.memory import training_fit_findings
+from megappo.check.memory import fit_findings, scoring_fit_findings, training_fit_findings
 from megappo.config import load_config, load_supervised
 from megappo.fit.devices import DeviceTooSmall
 from megappo.fit.given import check_scoring_fit, check_training_fit
@@ -71,6 +71,55 @@ def test_the_ways_out_of_training(model: Path) -> None:
     check_training_fit(load_supervised(model.parent / "config.yaml", ["role.recompute=full"]), "actor", [device(24)])
 
 
+def test_validation_may_take_more_than_an_update(model: Path) -> None:
+    few = ("data.batch=2", "role.recompute=full", "data.validation=[held_out.parquet]")
+    problem = training(model, "actor", *few)
+    head = (2 * 16384 * 896 * 2 + 2 * 883 * 151936 * 2) / GIB
+    layer = 16384 * 2 * (896 + 3 * 4864) / GIB
+    assert problem.startswith("pools.train: validating the actor needs ")
+    assert need_of(problem) == pytest.approx(WEIGHTS + STATE + COMMON + max(head, layer), abs=0.06)
+    ways = "role.micro_batch_tokens below 16384 (at least 384); more tp or pp, or more devices in the pool"
+    assert problem.splitlines()[-1] == f"  ways out: {ways}"
+    assert training(model, "actor", *few[:2]).startswith("pools.train: updating the actor needs ")
+
+
+def test_what_training_leaves_on_a_node(model: Path) -> None:
+    """Weights and optimizer of what trains, if it is asked to give them up; no gradients, which are not kept."""
+    path = model.parent / "config.yaml"
+    path.write_text(GIVEN.replace("MODEL", str(model)).replace("PROFILE", "ours.yaml"))
+    optimizer = STATE * 3 / 4
+
+    def check(host: float, *overrides: str) -> None:
+        config = load_supervised(path, overrides)
+        nodes = [replace(device(40), node="node 10.0.0.7", node_memory=int(host * GIB))]
+        check_training_fit(config, "actor", nodes * config.pools["train"].devices)
+
+    check(0.1)
+    check(0, "role.offload=all")  # not known
+    check(WEIGHTS + optimizer + 0.01, "role.offload=all")
+    check(optimizer + 0.01, "role.offload=optimizer")
+    check(2 * WEIGHTS + optimizer + 0.02, "role.offload=all", "pools.train.devices_per_node=2")
+    with pytest.raises(DeviceTooSmall) as failure:
+        check(4, "role.offload=all")
+    need = f"{WEIGHTS + optimizer:.1f}"
+    assert failure.value.problems == (
+        f"host memory: node 10.0.0.7 has 4.0 GiB, and {need} GiB are to wait there between turns: actor {need}; ways "
+        "out: role.offload=none",
+    )
+
+
+def test_check_knows_the_nodes_memory_of_a_profile(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(model.parent)
+    numbers = "memory_gib: 140, matrix_tflops: 700, memory_gb_s: 4000, host_gb_s: 50, node_gb_s: 300, network_gb_s: 40"
+    Path("ours.yaml").write_text(f"{{{numbers}, host_memory_gib: 9}}")
+    Path("config.yaml").write_text(GIVEN.replace("MODEL", str(model)).replace("PROFILE", "ours.yaml"))
+    nodes = ("pools.train={nodes: 2, devices_per_node: 2}", "role.offload=all")
+    assert not list(training_fit_findings(load_supervised("config.yaml", nodes), "actor"))
+    one = ("pools.train={devices_per_node: 4}", "role.offload=all")
+    (advice,) = training_fit_findings(load_supervised("config.yaml", one), "actor")
+    assert isinstance(advice, Advice) and advice.startswith("host memory: node 0 has 9.0 GiB, and 9.2 GiB are to wait")
+
+
 def test_scoring(model: Path) -> None:
     path = model.parent / "config.yaml"
     path.write_text(CONFIG.replace("MODEL", str(model)))
@@ -113,8 +162,8 @@ def test_what_scoring_roles_leave_on_a_node(model: Path) -> None:
     with pytest.raises(DeviceTooSmall) as failure:
         check(1.5 * WEIGHTS, *both)
     assert failure.value.problems == (
-        f"host memory: node 10.0.0.7 has {1.5 * WEIGHTS:.1f} GiB, and {2 * WEIGHTS:.1f} GiB are to wait there while "
-        f"others use its devices: actor {WEIGHTS:.1f}, reference {WEIGHTS:.1f}; ways out: roles.actor.offload=none; "
+        f"host memory: node 10.0.0.7 has {1.5 * WEIGHTS:.1f} GiB, and {2 * WEIGHTS:.1f} GiB are to wait there "
+        f"between turns: actor {WEIGHTS:.1f}, reference {WEIGHTS:.1f}; ways out: roles.actor.offload=none; "
         "roles.reference.offload=none; more tp or pp, which leave fewer copies of the weights; nodes with more memory",
     )
 
@@ -128,3 +177,17 @@ def test_check_says_so_before_the_job_queues(model: Path) -> None:
     assert isinstance(advice, Advice) and advice.startswith("pools.train: updating the actor needs ")
     assert advice.endswith("(planned for run.device_profile: H100)")
     assert not list(training_fit_findings(load_supervised(path, ["run.device=cpu"]), "actor"))
+
+
+def test_check_says_of_scoring_what_scoring_needs(model: Path) -> None:
+    """Not what training would: no optimizer, no engine."""
+    path = model.parent / "config.yaml"
+    path.write_text(CONFIG.replace("MODEL", str(model)))
+    write_qwen(model, "7B")
+    config = load_config(path, ["run.device_profile=H100"])
+    assert list(fit_findings(config))
+    assert not list(scoring_fit_findings(config))
+    (advice,) = scoring_fit_findings(
+        load_config(path, ["run.device_profile=H100", "roles.actor.micro_batch_tokens=4000000"])
+    )
+    assert isinstance(advice, Advice) and advice.startswith("pools.all: scoring by the actor needs ")

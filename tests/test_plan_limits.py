@@ -165,7 +165,7 @@ def test_a_node_with_too_little_memory_is_named(folder: Path) -> None:
     with pytest.raises(DeviceTooSmall) as failure:
         check_nodes(config, devices(128))
     (problem,) = failure.value.problems
-    assert problem.startswith(f"host memory: node 10.0.0.7 has 128.0 GiB, and {need:.1f} GiB are to wait there while")
+    assert problem.startswith(f"host memory: node 10.0.0.7 has 128.0 GiB, and {need:.1f} GiB are to wait there betw")
     assert "actor 11" in problem and f"{ASLEEP} 11" in problem
     assert "ways out: roles.actor.offload=optimizer or none; " in problem and "roles.rollout.sleep=drop; " in problem
     check_nodes(config, devices(need / 2 + 1, ("a", "b") * 4))  # pools may share nodes, and nodes have what is theirs

@@ -10,7 +10,7 @@ from megappo.check.algorithm import best_findings, ppo_findings, sampling_findin
 from megappo.check.data import data_findings, length_findings, replay_findings
 from megappo.check.findings import Absent, Advice, Lacking, on_files
 from megappo.check.layouts import layout_findings, memory_findings, pool_findings
-from megappo.check.memory import fit_findings
+from megappo.check.memory import fit_findings, scoring_fit_findings
 from megappo.check.models import end_of_text_findings, model_findings
 from megappo.check.overlap import overlap_findings
 from megappo.check.rewards import reward_findings, reward_model_findings, reward_time_findings, sandbox_findings
@@ -42,7 +42,7 @@ def check_file(
     Args:
         planning: files that a run needs may be missing (weights, tokenizer, data, rewards), which is a warning then.
         elsewhere: the run will be on machines with files of their own: so may whole model folders.
-        scoring: nothing trains, so that it does not matter what is in the run folder.
+        scoring: nothing trains, so that it does not matter what is in the run folder, nor what training would take.
     """
     try:
         config = load_config(path, overrides)
@@ -60,7 +60,7 @@ def check(config: Config, *, planning: bool = False, elsewhere: bool = False, sc
     findings += _findings(config)
     mild: tuple[type[str], ...] = (Advice, Lacking) if planning or elsewhere else (Advice,)
     if not planning and all(isinstance(line, mild) for line in findings):
-        findings += fit_findings(config)
+        findings += scoring_fit_findings(config) if scoring else fit_findings(config)
     if elsewhere:
         mild += (Absent,)
     errors = tuple(str(line) for line in findings if not isinstance(line, mild))

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megappo.check.findings import Advice
 from megappo.config import Config, Devices, MegatronRoleConfig, SupervisedConfig
-from megappo.fit.devices import Device, DeviceTooSmall
-from megappo.fit.given import check_training_fit
-from megappo.layout.memory import CONTEXT
+from megappo.fit.devices import DeviceTooSmall
+from megappo.fit.given import check_scoring_fit, check_training_fit, scoring_roles
 from megappo.plan.estimate import estimate, full_workload, on_nodes
 from megappo.plan.limits import call_problems
-from megappo.plan.memory import fit_problems
+from megappo.plan.memory import empty_devices, fit_problems
 from megappo.plan.profile import DeviceProfile, ProfileError, load_profile
 from megappo.plan.sync import rough_sync
 
@@ -42,14 +41,33 @@ def training_fit_findings(config: SupervisedConfig, role: str) -> Iterator[str]:
     """
 
     def problems(device: DeviceProfile) -> Sequence[str]:
-        empty = Device(device.name, device.memory, device.memory - CONTEXT)
-        try:
-            check_training_fit(config, role, [empty] * config.pools[config.role.pool].devices)
-        except DeviceTooSmall as error:
-            return (*_eight_bit_problems({"role": config.role}, device), *error.problems)
-        return tuple(_eight_bit_problems({"role": config.role}, device))
+        empty = empty_devices(config, device)[config.role.pool]
+        lacks = _lacks(lambda: check_training_fit(config, role, empty))
+        return (*_eight_bit_problems({"role": config.role}, device), *lacks)
 
     yield from _findings(config, problems)
+
+
+def scoring_fit_findings(config: Config) -> Iterator[str]:
+    """The same of scoring given responses, which needs neither engines nor what training does."""
+    roles = scoring_roles(config)
+    pools = {role.pool for role in roles.values()}
+
+    def problems(profile: DeviceProfile) -> Sequence[str]:
+        device = on_nodes(config, profile)
+        empty = {name: its for name, its in empty_devices(config, device).items() if name in pools}
+        lacks = _lacks(lambda: check_scoring_fit(config, roles, empty))
+        return (*_eight_bit_problems({f"roles.{name}": role for name, role in roles.items()}, device), *lacks)
+
+    yield from _findings(config, problems)
+
+
+def _lacks(check: Callable[[], None]) -> Sequence[str]:
+    try:
+        check()
+    except DeviceTooSmall as error:
+        return error.problems
+    return ()
 
 
 def _findings(config: Devices, problems: Callable[[DeviceProfile], Sequence[str]]) -> Iterator[str]:

@@ -91,6 +91,10 @@ def _pool_findings(config: SupervisedConfig, spec: ModelSpec | None) -> Iterator
     yield from size_findings("role", role, spec, pool)
     yield from eight_bit_findings("role", role, spec, config.run)
     yield from lora_findings("role", role, spec, trains=True)
+    if role.offload != "none":
+        yield Advice(
+            f"role.offload: {role.offload} costs time and makes room for nobody, as no other role is there: set none"
+        )
     if pool is None:
         yield f"role.pool: {role.pool!r} is not a pool: pools are {', '.join(config.pools) or 'none'}"
         return

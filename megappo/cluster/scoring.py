@@ -10,18 +10,15 @@ from megappo.cluster.processes import Processes
 from megappo.cluster.rewards import RewardGroup
 from megappo.cluster.start import RunStarter
 from megappo.config import Config, MegatronRoleConfig
-from megappo.fit.given import check_scoring_fit
+from megappo.fit.given import check_scoring_fit, scoring_roles
 from megappo.stack import MEGATRON
-
-ROLES = ("actor", "reference", "reward")
-"""The Megatron roles that score responses."""
 
 
 class ScoringCluster(Processes):
     """Groups that only score, as a context manager.
 
     Attributes:
-        groups: the Megatron roles among :data:`ROLES` that the configuration has.
+        groups: the Megatron roles that score.
         reward: what scores responses.
     """
 
@@ -30,7 +27,7 @@ class ScoringCluster(Processes):
 
     def __init__(self, config: Config, data_sources: Sequence[str], status: Callable[[str], None]) -> None:
         """Start everything; see :class:`megappo.cluster.cluster.Cluster`."""
-        roles = {name: role for name, role in config.roles.megatron.items() if name in ROLES}
+        roles = scoring_roles(config)
         used = {role.pool for role in roles.values()}
         self.config = replace(config, pools={name: pool for name, pool in config.pools.items() if name in used})
         super().__init__(self.config)

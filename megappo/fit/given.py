@@ -26,6 +26,9 @@ from megappo.layout.mesh import Layout
 from megappo.models.parameters import megatron_vocabulary
 from megappo.models.spec import read_model_spec, with_lora
 
+SCORING = ("actor", "reference", "reward")
+"""The Megatron roles that score given responses."""
+
 
 def _common(layouts: Iterable[Layout], *, trained: bool) -> dict[str, dict[str, int]]:
     fixed = {"contexts": CONTEXT, "workspaces": WORKSPACE}
@@ -34,13 +37,18 @@ def _common(layouts: Iterable[Layout], *, trained: bool) -> dict[str, dict[str, 
     return {"all processes": fixed}
 
 
+def scoring_roles(config: Config) -> dict[str, MegatronRoleConfig]:
+    """Those of the configuration that score given responses."""
+    return {name: role for name, role in config.roles.megatron.items() if name in SCORING}
+
+
 def check_scoring_fit(
     config: Config, roles: Mapping[str, MegatronRoleConfig], devices: Mapping[str, Sequence[Device]]
 ) -> None:
     """Compare what roles that only score need with what is there.
 
     Args:
-        roles: those of the configuration that score.
+        roles: :func:`scoring_roles` of the configuration.
         devices: as for :func:`megappo.fit.devices.check_fit`.
 
     Raises:
@@ -101,27 +109,41 @@ def check_training_fit(config: SupervisedConfig, name: str, devices: Sequence[De
         devices: of its pool, in the order of its ranks.
 
     Raises:
-        DeviceTooSmall: naming the parts and the ways out.
+        DeviceTooSmall: naming the parts and the ways out, for the pool and for the node that lacks most.
     """
     role = config.role
     layout = layout_on(role, config.pools)
     sides = 2 if name == "reward" else 1
+    common = _common([layout], trained=True)
     tokens = -(-config.data.batch // layout.dp) * sides * config.data.max_tokens
 
+    def memory(rank: int, tokens: int | None = tokens) -> RoleMemory:
+        return _memory(config, role, config.model_folder, layout, rank, scalar_head=name == "reward", tokens=tokens)
+
     def turns(rank: int, total: int) -> Iterator[Turn]:
-        memory = _memory(config, role, config.model_folder, layout, rank, scalar_head=name == "reward", tokens=tokens)
-        update = {part: size for part, size in parts(memory) if part != "scoring"}
-        yield Turn(f"updating the {name}", {**_common([layout], trained=True), name: update}, name)
+        held = memory(rank)
+        update = {part: size for part, size in parts(held) if part != "scoring"}
+        yield Turn(f"updating the {name}", {**common, name: update}, name)
+        if config.data.validation:  # whose micro-batches are full, however few tokens an update has
+            rests = {"weights": held.weights, **held.resting(role.offload)}
+            uses = {**rests, "scoring": memory(rank, tokens=None).scoring}
+            yield Turn(f"validating the {name}", {**common, name: uses}, name)
 
     def ways(turn: Turn) -> Iterator[str]:
-        if role.recompute != "full":
+        if "activations" in turn.uses[name] and role.recompute != "full":
             yield f"role.recompute={'selective or full' if role.recompute == 'none' else 'full'}"
         least = sides * config.data.max_tokens
         if role.micro_batch_tokens > least:
             yield f"role.micro_batch_tokens below {role.micro_batch_tokens} (at least {least})"
         yield "more tp or pp, or more devices in the pool"
 
-    if problems := [*turn_problems(role.pool, devices, [layout], turns, ways)]:
+    def less_waiting(uses: Mapping[str, int]) -> Iterator[str]:
+        yield "role.offload=none"  # nobody else needs the room
+
+    waits = [{name: away(memory(rank), role.offload)} for rank in range(len(devices))]
+    problems = [*turn_problems(role.pool, devices, [layout], turns, ways)]
+    problems += node_problems({role.pool: devices}, {role.pool: waits}, less_waiting)
+    if problems:
         raise DeviceTooSmall(problems)
 
 

@@ -87,7 +87,7 @@ def node_problems(
         listed = ", ".join(f"{who} {size / GIB:.1f}" for who, size in takes[node].most_common() if size)
         yield (
             f"host memory: {node} has {has[node] / GIB:.1f} GiB, and {takes[node].total() / GIB:.1f} GiB are to wait "
-            f"there while others use its devices: {listed}; ways out: {'; '.join(ways_out(takes[node]))}"
+            f"there between turns: {listed}; ways out: {'; '.join(ways_out(takes[node]))}"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from megappo.config import Config, PoolConfig
+from megappo.config import Config, Devices, PoolConfig
 from megappo.fit.devices import (
     Device,
     DeviceTooSmall,
@@ -65,12 +65,8 @@ class Peak:
 
 def fit_problems(config: Config, device: DeviceProfile) -> tuple[str, ...]:
     """What does not fit, in words, each with the ways out; empty if everything does."""
-    memory = int((device.host_memory_gib or 0) * GIB)
-    nodes = places(config, device.devices_per_node)
-    empty = {
-        name: [Device(device.name, device.memory, device.memory - CONTEXT, node, memory) for node, _ in nodes[name]]
-        for name in used_pools(config)
-    }
+    devices = empty_devices(config, device)
+    empty = {name: devices[name] for name in used_pools(config)}
     found: list[str] = []
     for check in (check_fit, check_nodes):
         try:
@@ -78,6 +74,15 @@ def fit_problems(config: Config, device: DeviceProfile) -> tuple[str, ...]:
         except DeviceTooSmall as error:
             found += error.problems
     return tuple(found)
+
+
+def empty_devices(config: Devices, device: DeviceProfile) -> dict[str, list[Device]]:
+    """Those of each pool, as they would be with nothing on them."""
+    memory = int((device.host_memory_gib or 0) * GIB)
+    return {
+        name: [Device(device.name, device.memory, device.memory - CONTEXT, node, memory) for node, _ in its]
+        for name, its in places(config, device.devices_per_node).items()
+    }
 
 
 def used_pools(config: Config) -> dict[str, PoolConfig]:

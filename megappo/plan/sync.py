@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil
 
-from megappo.config import Config
+from megappo.config import Config, Devices
 from megappo.fit.devices import item_bytes, role_layout, rollout_memory
 from megappo.layout.devices import DeviceProfile
 from megappo.layout.memory import GIB
@@ -57,7 +57,7 @@ def planned_transfer(config: Config, device: DeviceProfile) -> TransferSpec:
     )
 
 
-def places(config: Config, devices_per_node: int) -> dict[str, Places]:
+def places(config: Devices, devices_per_node: int) -> dict[str, Places]:
     """(machine, device) of each rank of each pool, on machines with so many devices, or as many as the widest pool."""
     width = max(devices_per_node, *(pool.devices_per_node for pool in config.pools.values()))
     out: dict[str, list[tuple[str, str]]] = {name: [] for name in config.pools}
