@@ -64,7 +64,7 @@ class Ahead:
         """Write the batches that are still to be trained on, if any."""
         for step, collected in self._ready.items():
             folder.mkdir(exist_ok=True)
-            note = {"position": collected.position, "scored": collected.scored, "metrics": collected.metrics}
+            note = {name: getattr(collected, name) for name in ("position", "scored", "rounds", "metrics")}
             write_held(folder / f"{step}.parquet", collected.batch.read(*sorted(collected.batch.columns)), note)
             if (greedy := collected.greedy) is not None:
                 write_held(folder / f"{_GREEDY}{step}.parquet", greedy.read(*sorted(greedy.columns)), {})

@@ -5,6 +5,7 @@ Everything follows from the step, the place in the data and the weights, so that
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -32,6 +33,7 @@ class Collected:
         position: prompts taken from the stream after this step.
         scored: whether the batch has scores already.
         greedy: one greedy response to each prompt, in the order of the batch, where a baseline needs them.
+        rounds: responses that were drawn in each round of sampling, where there were rounds.
         metrics: of the sampling.
     """
 
@@ -39,7 +41,14 @@ class Collected:
     position: int
     scored: bool = False
     greedy: Batch | None = None
+    rounds: Sequence[int] = ()
     metrics: Metrics = field(default_factory=dict)
+
+    @property
+    def drawn(self) -> tuple[int, ...]:
+        """Responses that were drawn one round after another, the greedy ones last."""
+        greedy = () if self.greedy is None else (len(self.greedy.ids),)
+        return (*(self.rounds or (len(self.batch.ids),)), *greedy)
 
 
 @dataclass(frozen=True)
@@ -136,8 +145,9 @@ class Collector:
             "train/sampled_prompts": float(seen),
             "train/informative_prompts": float(useful.sum()),
         }
+        sizes = [len(one.ids) for one in batches]
         batch = Batch.joined(batches).take(ids)
-        return prompts[groups], Collected(batch, begun.position + seen, scored=True, metrics=metrics)
+        return prompts[groups], Collected(batch, begun.position + seen, scored=True, rounds=sizes, metrics=metrics)
 
     def _ask(
         self, step: int, version: int, indices: np.ndarray, *, greedy: bool = False, first_id: int = 0, round: int = 0

@@ -7,6 +7,7 @@ processes; what the driver holds of a batch are references and a few per-token c
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from megappo.data.loss_mask import LOSS_MASK
 from megappo.data.prompts import PromptSet
 from megappo.data.requests import make_requests
 from megappo.layout.flops import peak_tflops
+from megappo.layout.timeline import ADVANTAGES
 from megappo.oversight import Oversight, StoppedByGuard, Verdict
 from megappo.ppo.balance import mini_batches
 from megappo.ppo.kl import KLController
@@ -143,7 +145,7 @@ class Trainer:
         self.controller = self.controller.updated(credit.mean_kl, len(batch.ids))
         self.step, self.position = self.step + 1, collected.position
         metrics["timing_s/adv"] = credited - evaluated
-        metrics |= self.performance(batch, time.time() - began)
+        metrics |= self.performance(batch, collected.drawn, time.time() - began)
         return self.conclude(metrics)
 
     def conclude(self, metrics: Metrics) -> bool:
@@ -202,22 +204,30 @@ class Trainer:
                 "the configuration, and the same command goes on from there"
             )
 
-    def performance(self, batch: Batch, step_s: float) -> Metrics:
-        """Times, rates and what was predicted, of a step that took this long."""
-        config = self.config
-        out = {**time_metrics(self.cluster.calls.spans, step_s), "timing_s/step": step_s, "perf/time_per_step": step_s}
+    def performance(self, batch: Batch, drawn: Sequence[int], step_s: float) -> Metrics:
+        """Times, rates and what was predicted, of a step that took this long.
+
+        Args:
+            drawn: see :attr:`megappo.collect.Collected.drawn`.
+        """
+        config, trained = self.config, batch.trained_tokens > 0
+        times = time_metrics(self.cluster.calls.spans, step_s)
+        done = {name.removeprefix("timing_s/") for name in times} | {ADVANTAGES}
+        out = {**times, "timing_s/step": step_s, "perf/time_per_step": step_s}
         out |= speed_metrics(
             speed_workers(config),
             out,
             batch.tokens,
             batch.response_tokens,
-            trained=batch.trained_tokens > 0,
+            trained=trained,
             passes=config.ppo.passes,
             peak_tflops=config.run.peak_tflops or peak_tflops(self.cluster.device_name),
+            drawn=sum(drawn),
         )
         devices = sum(pool.devices for pool in config.pools.values())
         out["perf/throughput"] = float(batch.tokens.sum() + len(batch.ids)) / step_s / devices
-        return out | self.prediction.metrics(batch.tokens, batch.response_tokens)
+        whole = batch.tokens + 1  # with the last token, which predicts nothing
+        return out | self.prediction.metrics(whole, batch.response_tokens, trained=trained, rounds=drawn, done=done)
 
     @property
     def further_columns(self) -> tuple[str, ...]:

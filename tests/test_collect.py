@@ -128,7 +128,7 @@ def test_further_prompts_until_the_batch_is_full(monkeypatch: pytest.MonkeyPatch
     assert [(prompts, seed) for prompts, _, seed in played.asked] == [([0, 1, 2], (7, 2)), ([3, 4, 5], (7, 2, 1))]
     assert prompts_of(found) == [1, 1, 4, 4, 5, 5]
     assert found.batch.ids.tolist() == [2, 3, 8, 9, 10, 11]
-    assert (found.position, found.scored) == (6, True)
+    assert (found.position, found.scored, found.drawn) == (6, True, (6, 6))
     assert played.scored == list(range(12))  # each once
     assert played.room == [2, 6, 2, 12]  # while the engines have given way
     assert rows_of.column(found.batch.read("score"), "score").tolist() == [0, 1, 0, 1, 0, 1]
@@ -165,6 +165,7 @@ def test_a_greedy_response_to_each_prompt_of_the_batch(monkeypatch: pytest.Monke
     prompts, sampling, _ = played.asked[-1]
     assert prompts == [1, 2, 3]
     assert (sampling.temperature, played.asked[0][1].temperature) == (0.0, 1.0)
+    assert found.drawn == (6, 3)
     scores = Batch.with_columns(found.greedy, played.score(found.greedy))
     (column,) = baseline_column(found.batch.ids, scores)
     table = played.tables[column.ref]  # type: ignore[call-overload]

@@ -44,6 +44,24 @@ def test_forward_and_training() -> None:
     assert "perf/tflops/gen" not in found and "perf/tflops/ref" not in found
 
 
+def test_responses_that_were_drawn_for_nothing_count_where_they_cost_time() -> None:
+    def speed(**drawn: int) -> dict[str, float]:
+        return speed_metrics(
+            {"rollout": Worker(SHAPE, devices=1), "actor": Worker(SHAPE, devices=1)},
+            {"timing_s/gen": 1.0, "timing_s/old_log_prob": 1.0},
+            np.array([3, 2]),
+            np.array([2, 1]),
+            trained=np.array([True, True]),
+            passes=lambda role: 1,
+            peak_tflops=None,
+            **drawn,  # type: ignore[arg-type]
+        )
+
+    plain, more = speed(), speed(drawn=5)
+    assert more["perf/tflops/gen"] == pytest.approx(2.5 * plain["perf/tflops/gen"])
+    assert more["perf/tflops/old_log_prob"] == plain["perf/tflops/old_log_prob"]
+
+
 def test_rows_that_do_not_train_are_in_no_update() -> None:
     found = speed_metrics(
         {"actor": Worker(SHAPE, devices=1)},

@@ -122,7 +122,7 @@ def workload(config: Config, options: Options) -> Workload:
     full = full_workload(config)
     prompt = full.prompt if options.prompt is None else options.prompt
     response = full.response if options.response is None else options.response
-    return Workload(full.sequences, prompt, response, full.longest)
+    return replace(full, prompt=prompt, response=response)
 
 
 def headline(device: DeviceProfile) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from megappo.config import SCALAR_HEAD, Config, MegatronRoleConfig
@@ -34,17 +34,36 @@ class Workload:
         sequences: responses.
         prompt, response: tokens of one, on average.
         longest: tokens of the longest response.
+        rounds: responses that are drawn, and judged by a reward model, one round after another, those that nothing is
+            trained on included; empty: those of the batch, at once.
+        updated: what the updates go over, where that is not the whole batch.
     """
 
     sequences: int
     prompt: float
     response: float
     longest: float
+    rounds: tuple[int, ...] = ()
+    updated: Workload | None = None
 
     @property
     def tokens(self) -> float:
         """Prompts and responses."""
         return self.sequences * (self.prompt + self.response)
+
+    @property
+    def each_round(self) -> tuple[Workload, ...]:
+        """The rounds by themselves; their responses are as long as the batch's."""
+        return tuple(replace(self, sequences=sequences, rounds=()) for sequences in self.rounds or (self.sequences,))
+
+    def in_updates(self, mini_batch: int) -> tuple[Workload, int]:
+        """(what the updates go over, rows of each step): mini-batches keep their number, and lose what does not train.
+
+        Args:
+            mini_batch: rows of a step before that.
+        """
+        updated = self.updated or self
+        return updated, max(-(-mini_batch * updated.sequences // self.sequences), 1)
 
 
 @dataclass(frozen=True)
@@ -69,7 +88,8 @@ def full_workload(config: Config) -> Workload:
     """Every prompt and every response as long as it may be."""
     data = config.data
     sequences = data.prompts_per_step * config.roles.rollout.samples_per_prompt
-    return Workload(sequences, data.max_prompt, data.max_response, data.max_response)
+    rounds = (sequences, data.prompts_per_step) if config.ppo.needs_greedy else ()
+    return Workload(sequences, data.max_prompt, data.max_response, data.max_response, rounds)
 
 
 def on_nodes(config: Config, device: DeviceProfile) -> DeviceProfile:
@@ -84,11 +104,14 @@ def in_pool(config: Config, pool: str, device: DeviceProfile) -> DeviceProfile:
     return replace(device, devices_per_node=config.pools[pool].devices_per_node)
 
 
-def estimate(config: Config, device: DeviceProfile, work: Workload, sync: Phase) -> Estimate:
+def estimate(
+    config: Config, device: DeviceProfile, work: Workload, sync: Phase, *, done: Collection[str] | None = None
+) -> Estimate:
     """Predict a step.
 
     Args:
         sync: of the weights; see :func:`megappo.plan.sync.weight_sync`.
+        done: the phases that the step has, where those are known; all that the configuration has by default.
     """
     phases = {
         GENERATE: rollout_phase(config, in_pool(config, config.roles.rollout.pool, device), work),
@@ -105,6 +128,8 @@ def estimate(config: Config, device: DeviceProfile, work: Workload, sync: Phase)
     if config.reference_is_base:
         phases[SCORES["reference"]], pools["reference"] = phases[SCORES["actor"]], pools["actor"]
     pools["rollout"] = config.roles.rollout.pool
+    if done is not None:
+        phases = {name: phase for name, phase in phases.items() if name in done}
     return Estimate(phases, tuple(timeline(phases, pools, overlapped=config.ppo.staleness > 0)))
 
 
@@ -128,10 +153,14 @@ def role_phases(
         head_tokens=work.response,
         adapters=with_lora(spec, role.lora).layer_adapters(role.tp),
     )
-    out = {SCORES[name]: passes.scoring_phase(spec, layout, use, device, work.sequences)}
+    rounds = work.each_round if name == "reward" else (work,)
+    scoring = [passes.scoring_phase(spec, layout, use, device, one.sequences) for one in rounds]
+    out = {SCORES[name]: total(scoring)}
     if name in UPDATES:
-        sizes = {"mini_batch": config.ppo.mini_batch, "epochs": config.ppo.passes(name)}
-        out[UPDATES[name]] = passes.update_phase(spec, layout, use, device, work.sequences, **sizes)
+        own, mini_batch = work.in_updates(config.ppo.mini_batch)
+        use = replace(use, length=own.prompt + own.response - 1, head_tokens=own.response)
+        sizes = {"mini_batch": mini_batch, "epochs": config.ppo.passes(name)}
+        out[UPDATES[name]] = passes.update_phase(spec, layout, use, device, own.sequences, **sizes)
     return out
 
 
@@ -156,7 +185,8 @@ def with_offload(
     out = {SCORES[name]: total([phases[SCORES[name]], Phase({HOST: weights})])}
     if name in UPDATES:
         update, state = phases[UPDATES[name]], memory.optimizer / link
-        steps = -(-work.sequences // config.ppo.mini_batch) * config.ppo.passes(name)
+        own, mini_batch = work.in_updates(config.ppo.mini_batch)
+        steps = -(-own.sequences // mini_batch) * config.ppo.passes(name)
         moved = 2 * weights + state + max(state - update.seconds / steps, 0.0)
         out[UPDATES[name]] = total([update, Phase({HOST: moved})])
     return out
@@ -170,7 +200,9 @@ def rollout_slots(config: Config, device: DeviceProfile) -> int:
 
 
 def rollout_phase(config: Config, device: DeviceProfile, work: Workload) -> Phase:
-    """Generation, by all engines at the same time."""
+    """Generation, by all engines at the same time; one round after another."""
+    if work.rounds:
+        return total([rollout_phase(config, device, one) for one in work.each_round])
     spec, rollout = read_model_spec(config.model_folder("actor")), config.roles.rollout
     engines = config.pools[rollout.pool].devices // rollout.tp
     sequences = -(-work.sequences // engines)
@@ -186,7 +218,7 @@ def validation_phase(config: Config, device: DeviceProfile, work: Workload, prom
     whole = replace(config, ppo=replace(config.ppo, staleness=0))
     sequences = prompts * config.roles.rollout.validation_samples
     device = in_pool(config, config.roles.rollout.pool, device)
-    return rollout_phase(whole, device, replace(work, sequences=sequences))
+    return rollout_phase(whole, device, replace(work, sequences=sequences, rounds=()))
 
 
 def engine_rest_phases(config: Config, device: DeviceProfile) -> dict[str, Phase]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil, floor, log10, prod
 
 from megappo.config import TRAINED, Config
 from megappo.data.prompt_files import watched_prompts
 from megappo.layout.devices import DeviceProfile
+from megappo.layout.timeline import SYNC
 from megappo.models.lora import is_adapter
 from megappo.models.spec import read_model_spec, with_lora
-from megappo.plan.estimate import Estimate, Workload, validation_phase
+from megappo.plan.estimate import Estimate, Workload, estimate, validation_phase
 from megappo.plan.text import NAMES
 
 MARGIN = 2.0
@@ -24,6 +26,7 @@ def call_problems(config: Config, device: DeviceProfile, work: Workload, step: E
 
     Calls that wait for others of the same process have their time when it comes to them.
     """
+    step = estimate(config, device, replace(work, rounds=()), step.phases[SYNC])  # of several rounds, each is a call
     calls = {NAMES[name]: phase.seconds for name, phase in step.phases.items() if name in NAMES}
     if prompts := watched_prompts(config.data):
         calls[f"generate, {prompts:,} prompts to validate on"] = validation_phase(config, device, work, prompts).seconds

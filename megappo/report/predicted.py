@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -10,7 +12,7 @@ from megappo.config import Config
 from megappo.layout.devices import known_profile
 from megappo.layout.memory import GIB
 from megappo.layout.timeline import Phase
-from megappo.plan.estimate import Workload, estimate, on_nodes
+from megappo.plan.estimate import UPDATES, Workload, estimate, on_nodes
 from megappo.plan.memory import role_peaks
 from megappo.plan.sync import weight_sync
 
@@ -22,26 +24,48 @@ class Prediction:
         device = known_profile(device_name)
         self._config, self._device = config, device and on_nodes(config, device)
 
-    def metrics(self, tokens: np.ndarray, response_tokens: np.ndarray) -> dict[str, float]:
+    def metrics(
+        self,
+        tokens: np.ndarray,
+        response_tokens: np.ndarray,
+        *,
+        trained: np.ndarray | None = None,
+        rounds: Sequence[int] = (),
+        done: Collection[str] | None = None,
+    ) -> dict[str, float]:
         """``perf/predicted_s/<phase>`` and ``perf/predicted_s/step``, and ``perf/predicted_memory_gb/<role>``.
 
         The memory compares with ``perf/max_memory_allocated_gb/<role>``: all that torch allocates in its update.
 
         Args:
-            tokens, response_tokens: of each row, as they came out.
+            tokens, response_tokens: of each row, as they came out; prompt and response, and the response alone.
+            trained: whether each row is in the updates; all are by default.
+            rounds: responses that were drawn, as :class:`megappo.plan.estimate.Workload` has them.
+            done: phases that there were; all of the configuration's by default.
         """
         if self._device is None or not len(tokens):
             return {}
-        response = float(response_tokens.mean())
-        prompt = float(tokens.mean()) - response
-        work = Workload(len(tokens), prompt, response, float(response_tokens.max()))
-        step = estimate(self._config, self._device, work, self._sync)
+        work = replace(_workload(tokens, response_tokens), rounds=tuple(rounds))
+        if trained is not None and trained.any():
+            work = replace(work, updated=_workload(tokens[trained], response_tokens[trained]))
+        step = estimate(self._config, self._device, work, self._sync, done=done)
         out = {f"perf/predicted_s/{name}": phase.seconds for name, phase in step.phases.items()}
-        peaks = role_peaks(self._config, self._device, float(tokens.mean()) - 1)  # the last token predicts nothing
-        memory = {f"perf/predicted_memory_gb/{role}": size / GIB for role, size in peaks.items()}
+        updated, mini_batch = work.in_updates(self._config.ppo.mini_batch)
+        config = replace(self._config, ppo=replace(self._config.ppo, mini_batch=mini_batch))
+        peaks = role_peaks(config, self._device, updated.prompt + updated.response - 1)  # the last predicts nothing
+        memory = {
+            f"perf/predicted_memory_gb/{role}": size / GIB
+            for role, size in peaks.items()
+            if UPDATES[role] in step.phases
+        }
         return {**out, "perf/predicted_s/step": step.seconds, **memory}
 
     @cached_property
     def _sync(self) -> Phase:
         assert self._device is not None
         return weight_sync(self._config, self._device)[1]
+
+
+def _workload(tokens: np.ndarray, response_tokens: np.ndarray) -> Workload:
+    response = float(response_tokens.mean())
+    return Workload(len(tokens), float(tokens.mean()) - response, response, float(response_tokens.max()))

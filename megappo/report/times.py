@@ -73,10 +73,10 @@ def _phase_table(rows: Log, parts: dict[str, list[float]], total: list[float]) -
 
 
 def _predicted(rows: Log, key: str) -> str:
-    """What a phase should have taken, where its kind of device is known."""
-    values = [row["metrics"].get(f"perf/predicted_s/{key}", math.nan) for row in rows]
-    values = [value for value in values if math.isfinite(value)]
-    return f"<td>{number(statistics.fmean(values))} s</td>" if values else "<td></td>"
+    """What a phase should have taken, where its kind of device is known; steps without the phase count as 0."""
+    known = [row["metrics"] for row in rows if "perf/predicted_s/step" in row["metrics"]]
+    values = [value for metrics in known if math.isfinite(value := metrics.get(f"perf/predicted_s/{key}", 0.0))]
+    return f"<td>{number(statistics.fmean(values))} s</td>" if any(values) else "<td></td>"
 
 
 def _overlap_note(rows: Log) -> str:
