@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from megappo.ahead import Ahead, write_held
+from megappo.ahead import Ahead
 from megappo.cluster import dataflow
-from megappo.cluster.dataflow import Batch, TableRef
+from megappo.cluster.dataflow import Batch, TableRef, batch_of
 from megappo.collect import Collected, Collector, baseline_column
 from megappo.config import (
     Config,
@@ -192,7 +192,12 @@ def test_batches_of_dynamic_sampling_are_taken_up_by_engines_that_draw_all_the_t
             "score": np.arange(6.0),
         }
     )
-    write_held(tmp_path / "2.parquet", rows, {"position": 9, "scored": True, "metrics": {}})
+    ahead = Ahead(at.config, at)
+    ahead._ready[2] = Collected(batch_of(rows), 9, scored=True, rounds=[6, 4], metrics={"train/num_gen_batches": 2.0})
+    ahead.save(tmp_path)
+    again = Ahead(at.config, at)
+    again.load(tmp_path)
+    assert again._ready[2].drawn == (6, 4) and again._ready[2].metrics == {"train/num_gen_batches": 2.0}
     streamed = Streamed(at.config, at.cluster, at.prompts)
     streamed.load(tmp_path)
     (held,) = streamed._held.values()
