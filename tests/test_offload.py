@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from test_update import PPO, ROWS, take_steps
 from tiny import make_model
 
 from megappo.layout.mesh import Layout
-from megappo.workers.offload import Part, settle
+from megappo.workers.offload import Part, pinned, settle
 
 pytestmark = pytest.mark.ranks
 
@@ -31,6 +32,16 @@ def test_a_part_gives_up_its_memory_and_comes_back() -> None:
     dropping.come_back()
     assert kept.tolist() == [0, 1, 2, 3, 4, 5] and view.tolist() == [2, 3]
     assert dropped.untyped_storage().nbytes() == 16
+
+
+def test_memory_that_is_not_given_is_named_with_what_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuses = SimpleNamespace(cudaHostRegister=lambda *args: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refuses)
+    with pytest.raises(MemoryError, match=r"^weights: 0.0 GiB of host .* \(CUDA error 1\): raise .* \(ulimit -l\)$"):
+        pinned(8, "weights")
+    with pytest.raises(MemoryError, match=r"^what a role offloads: .* \(ulimit -l\), or set its offload to none$"):
+        Part(lambda: [torch.zeros(3)]).leave()
 
 
 def test_an_unchanged_part_is_not_copied_again() -> None:

@@ -50,7 +50,7 @@ class MergedWeights:
         base = [box for box in boxes if not is_adapter(box.name)]
         names = dict.fromkeys(box.param for box in base)
         sizes = {name: torch.Size(shapes[name]).numel() for name in names}
-        flat = pinned(sum(sizes.values()) * dtype.itemsize).view(dtype)
+        flat = pinned(sum(sizes.values()) * dtype.itemsize, "weights that adapters are merged into").view(dtype)
         self._base = {
             name: part.view(shapes[name]) for name, part in zip(names, flat.split(list(sizes.values())), strict=True)
         }

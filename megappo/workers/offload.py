@@ -59,7 +59,7 @@ class Part:
         fresh = self._keep and (self._host is None or self._host.nbytes != size)
         if fresh:
             _unpin(self._host)
-            self._host = pinned(size)
+            self._host = pinned(size, "what a role offloads", ", or set its offload to none")
         with _copying():
             if self._keep and (changed or fresh):
                 for on_device, on_host in self._pairs():
@@ -177,15 +177,24 @@ def _room() -> int:
     return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
-def pinned(size: int) -> torch.Tensor:
-    """Page-locked host memory; torch's own allocator would round its size up to a power of two."""
+def pinned(size: int, what: str, way_out: str = "") -> torch.Tensor:
+    """Page-locked host memory; torch's own allocator would round its size up to a power of two.
+
+    Args:
+        size: bytes.
+        what: waits there, in words.
+        way_out: beside a node that allows more.
+
+    Raises:
+        MemoryError: the system does not give it.
+    """
     host = torch.empty(size, dtype=torch.uint8)
     if torch.cuda.is_available():
         status = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), size, 0)
         if int(status) != 0:
             raise MemoryError(
-                f"roles.*.offload: {size / 2**30:.1f} GiB of host memory could not be page-locked (CUDA error "
-                f"{int(status)}): raise the node's limit on locked memory (ulimit -l), or set offload: none"
+                f"{what}: {size / 2**30:.1f} GiB of host memory could not be page-locked (CUDA error {int(status)}): "
+                f"raise the node's limit on locked memory (ulimit -l){way_out}"
             )
     return host
 
