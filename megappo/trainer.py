@@ -210,7 +210,11 @@ class Trainer:
         Args:
             drawn: see :attr:`megappo.collect.Collected.drawn`.
         """
-        config, trained = self.config, batch.trained_tokens > 0
+        config, trained, judged = self.config, batch.trained_tokens > 0, 1.0
+        if "reward" in config.roles.megatron:
+            sources = batch.read("data_source").column("data_source").to_pylist()
+            judged = float(self.cluster.reward.judged(sources).mean())
+        share = sum(drawn) / len(batch.ids)
         times = time_metrics(self.cluster.calls.spans, step_s)
         done = {name.removeprefix("timing_s/") for name in times} | {ADVANTAGES}
         out = {**times, "timing_s/step": step_s, "perf/time_per_step": step_s}
@@ -222,12 +226,18 @@ class Trainer:
             trained=trained,
             passes=config.ppo.passes,
             peak_tflops=config.run.peak_tflops or peak_tflops(self.cluster.device_name),
-            drawn=sum(drawn),
+            shares={"gen": share, "reward_model": share * judged},
         )
         devices = sum(pool.devices for pool in config.pools.values())
         out["perf/throughput"] = float(batch.tokens.sum() + len(batch.ids)) / step_s / devices
-        whole = batch.tokens + 1  # with the last token, which predicts nothing
-        return out | self.prediction.metrics(whole, batch.response_tokens, trained=trained, rounds=drawn, done=done)
+        return out | self.prediction.metrics(
+            batch.tokens + 1,  # the last one, which predicts nothing
+            batch.response_tokens,
+            trained=trained,
+            rounds=drawn,
+            judged=judged,
+            done=done,
+        )
 
     @property
     def further_columns(self) -> tuple[str, ...]:

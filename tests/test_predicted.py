@@ -8,12 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from qwen import write_qwen
 from test_fit import CONFIG
+from test_run_folder import Store
 
+from megappo.cluster import dataflow
 from megappo.cluster.calls import Place, Span
-from megappo.cluster.dataflow import Batch
+from megappo.cluster.dataflow import Batch, put_table
+from megappo.cluster.rewards import RewardGroup
 from megappo.config import Config, load_config
 from megappo.layout.devices import PROFILES
 from megappo.plan.estimate import Workload, estimate, full_workload
@@ -82,6 +86,9 @@ def test_what_is_drawn_besides_is_predicted(configure: Configure) -> None:
     for phase in ("gen", "reward_model"):
         assert found[f"s/{phase}"] == pytest.approx(3 * once[f"s/{phase}"])
     assert found["s/old_log_prob"] == once["s/old_log_prob"]
+    half = seconds(config, RESPONSES + 128, RESPONSES, judged=0.5)["s/reward_model"]  # rules are enough for the others
+    assert 0.5 * once["s/reward_model"] < half < 0.6 * once["s/reward_model"]
+    assert seconds(config, RESPONSES + 128, RESPONSES, judged=0.0, done={"adv"})["s/step"] > 0
 
 
 def test_a_plan_has_the_greedy_responses(configure: Configure) -> None:
@@ -99,16 +106,26 @@ def test_a_plan_has_the_greedy_responses(configure: Configure) -> None:
     assert list(call_problems(late, H200, work, estimate(late, H200, work, sync))) == []
 
 
-def test_a_step_is_predicted_as_it_was(configure: Configure) -> None:
+def test_a_step_is_predicted_as_it_was(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a batch, a row takes one place less than it has tokens: the last one predicts nothing."""
-    config = configure("ppo.mask_truncated=true")
-    done = ("generate", "score", "update")
-    spans = [Span(Place("actor", 0, "all", "", ""), name, 0.0, 1.0, None) for name in done[1:]]
-    spans.append(Span(Place("rollout", 0, "all", "", ""), "generate", 0.0, 1.0, None))
-    batch = Batch(np.arange(512), RESPONSES + 127, RESPONSES, (), loss_tokens=np.where(HALF, RESPONSES, 0))
+    monkeypatch.setattr(dataflow, "ray", Store())
+    reward = (
+        f"roles.reward={{pool: all, model: {configure().model}, function: r, weights_by_source: {{b: {{model: 0}}}}}}"
+    )
+    config = configure("ppo.mask_truncated=true", reward)
+    calls = (("rollout", "generate"), ("actor", "score"), ("actor", "update"), ("reward", "score"))
+    spans = [Span(Place(role, 0, "all", "", ""), method, 0.0, 1.0) for role, method in calls]
+    sources = put_table(pa.table({"id": np.arange(512), "data_source": ["a", "b", "b", "b"] * 128}))
+    trains = np.where(HALF, RESPONSES, 0)
+    batch = Batch(np.arange(512), RESPONSES + 127, RESPONSES, ((sources,),), loss_tokens=trains)
+    nobody: Any = None
     trainer: Any = SimpleNamespace(
         config=config,
-        cluster=SimpleNamespace(calls=SimpleNamespace(spans=spans), device_name="NVIDIA H200"),
+        cluster=SimpleNamespace(
+            calls=SimpleNamespace(spans=spans),
+            device_name="NVIDIA H200",
+            reward=RewardGroup(nobody, nobody, config.roles.reward, ""),
+        ),
         prediction=Prediction(config, "NVIDIA H200"),
     )
     found = Trainer.performance(trainer, batch, (512, 256), 4.0)
@@ -117,7 +134,8 @@ def test_a_step_is_predicted_as_it_was(configure: Configure) -> None:
         RESPONSES,
         trained=HALF,
         rounds=(512, 256),
-        done={"gen", "old_log_prob", "update_actor", "adv"},
+        judged=0.25,
+        done={"gen", "old_log_prob", "update_actor", "reward_model", "adv"},
     )
     assert {name: value for name, value in found.items() if name.startswith("perf/predicted")} == wanted
     whole = estimate(config, H200, Workload(512, 128, RESPONSES.mean(), 256), weight_sync(config, H200)[1])

@@ -44,8 +44,8 @@ def test_forward_and_training() -> None:
     assert "perf/tflops/gen" not in found and "perf/tflops/ref" not in found
 
 
-def test_responses_that_were_drawn_for_nothing_count_where_they_cost_time() -> None:
-    def speed(**drawn: int) -> dict[str, float]:
+def test_responses_that_are_not_in_the_batch_count_where_they_cost_time() -> None:
+    def speed(**shares: float) -> dict[str, float]:
         return speed_metrics(
             {"rollout": Worker(SHAPE, devices=1), "actor": Worker(SHAPE, devices=1)},
             {"timing_s/gen": 1.0, "timing_s/old_log_prob": 1.0},
@@ -54,10 +54,10 @@ def test_responses_that_were_drawn_for_nothing_count_where_they_cost_time() -> N
             trained=np.array([True, True]),
             passes=lambda role: 1,
             peak_tflops=None,
-            **drawn,  # type: ignore[arg-type]
+            shares=shares,
         )
 
-    plain, more = speed(), speed(drawn=5)
+    plain, more = speed(), speed(gen=2.5)
     assert more["perf/tflops/gen"] == pytest.approx(2.5 * plain["perf/tflops/gen"])
     assert more["perf/tflops/old_log_prob"] == plain["perf/tflops/old_log_prob"]
 

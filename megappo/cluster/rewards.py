@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,10 @@ class RewardGroup:
     config: RewardConfig
     tokenizer: str
 
+    def judged(self, sources: Sequence[str]) -> np.ndarray:
+        """bool: whether the reward model has a part in the score of a response, by its data source."""
+        return np.array([self.config.weights_of(source).model != 0 for source in sources], dtype=bool)
+
     def score(self, batch: Batch) -> Pending[list[TableRef]]:
         """Score every response: ``score``, ``failed``, ``failure``, ``extras``, ``response``, parts of the score."""
         columns = ("response_ids", "data_source", "ground_truth", "extra_info")
@@ -38,7 +43,7 @@ class RewardGroup:
         if is_plain(self.config):
             return running
         sources = batch.read("data_source").column("data_source").to_pylist()
-        wanted = np.array([self.config.weights_of(source).model != 0 for source in sources], dtype=bool)
+        wanted = self.judged(sources)
         judging = None
         if self.model is not None and wanted.any():
             judging = self.model.score(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 
 from megappo.config import SCALAR_HEAD, Config, MegatronRoleConfig
 from megappo.fit.devices import fullest_stage, item_bytes, role_layout, rollout_memory
@@ -36,6 +37,7 @@ class Workload:
         longest: tokens of the longest response.
         rounds: responses that are drawn, and judged by a reward model, one round after another, those that nothing is
             trained on included; empty: those of the batch, at once.
+        judged: the part of them that a reward model judges; it has none in the scores of the others.
         updated: what the updates go over, where that is not the whole batch.
     """
 
@@ -44,6 +46,7 @@ class Workload:
     response: float
     longest: float
     rounds: tuple[int, ...] = ()
+    judged: float = 1.0
     updated: Workload | None = None
 
     @property
@@ -153,8 +156,9 @@ def role_phases(
         head_tokens=work.response,
         adapters=with_lora(spec, role.lora).layer_adapters(role.tp),
     )
-    rounds = work.each_round if name == "reward" else (work,)
-    scoring = [passes.scoring_phase(spec, layout, use, device, one.sequences) for one in rounds]
+    calls = [one.sequences for one in work.each_round] if name == "reward" else [work.sequences]
+    share = work.judged if name == "reward" else 1.0
+    scoring = [passes.scoring_phase(spec, layout, use, device, max(ceil(share * sequences), 1)) for sequences in calls]
     out = {SCORES[name]: total(scoring)}
     if name in UPDATES:
         own, mini_batch = work.in_updates(config.ppo.mini_batch)

@@ -31,6 +31,7 @@ class Prediction:
         *,
         trained: np.ndarray | None = None,
         rounds: Sequence[int] = (),
+        judged: float = 1.0,
         done: Collection[str] | None = None,
     ) -> dict[str, float]:
         """``perf/predicted_s/<phase>`` and ``perf/predicted_s/step``, and ``perf/predicted_memory_gb/<role>``.
@@ -40,12 +41,12 @@ class Prediction:
         Args:
             tokens, response_tokens: of each row, as they came out; prompt and response, and the response alone.
             trained: whether each row is in the updates; all are by default.
-            rounds: responses that were drawn, as :class:`megappo.plan.estimate.Workload` has them.
+            rounds, judged: what was drawn, and judged, as :class:`megappo.plan.estimate.Workload` has it.
             done: phases that there were; all of the configuration's by default.
         """
         if self._device is None or not len(tokens):
             return {}
-        work = replace(_workload(tokens, response_tokens), rounds=tuple(rounds))
+        work = replace(_workload(tokens, response_tokens), rounds=tuple(rounds), judged=judged)
         if trained is not None and trained.any():
             work = replace(work, updated=_workload(tokens[trained], response_tokens[trained]))
         step = estimate(self._config, self._device, work, self._sync, done=done)

@@ -34,10 +34,6 @@ PASSES: Mapping[str, tuple[str, bool]] = {
 """Phase: the role whose model it runs, and whether it trains."""
 
 
-OF_ALL_DRAWN = ("gen", "reward_model")
-"""Phases that go over responses too that are not in the batch."""
-
-
 def speed_workers(config: Config) -> dict[str, Worker]:
     """Each role's model and the devices of its pool."""
     roles = config.roles
@@ -64,7 +60,7 @@ def speed_metrics(
     trained: np.ndarray,
     passes: Callable[[str], int],
     peak_tflops: float | None,
-    drawn: int | None = None,
+    shares: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """``perf/tflops/<phase>`` per device and, where the peak is known, ``perf/mfu/<phase>``.
 
@@ -75,8 +71,8 @@ def speed_metrics(
         trained: whether each row is in the updates.
         passes: of each trained role over the batch, in an update.
         peak_tflops: of one device.
-        drawn: responses that were drawn, and judged by a reward model, where they are more than these rows; the others
-            are taken to be as long.
+        shares: responses that a phase went over for each of these rows, where those are not the same; all are taken to
+            be as long.
     """
     out = {}
     for phase, (role, trains) in PASSES.items():
@@ -86,8 +82,7 @@ def speed_metrics(
         rows = trained if trains else np.ones_like(trained)
         head_tokens = 0 if worker.scalar_head else int(response_tokens[rows].sum())
         forward = forward_flops(worker.shape, tokens[rows].tolist(), head_tokens)
-        if phase in OF_ALL_DRAWN and drawn is not None:
-            forward *= drawn / len(tokens)
+        forward *= (shares or {}).get(phase, 1.0)
         backward = FROZEN_BACKWARD if worker.frozen else BACKWARD
         flops = forward * (1 + backward) * passes(role) if trains else forward
         out[f"perf/tflops/{phase}"] = flops / seconds / worker.devices / 1e12
