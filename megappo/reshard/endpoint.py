@@ -47,6 +47,9 @@ class Endpoint:
 
         Args:
             params: this rank's parameters by the names that the plan uses.
+
+        Raises:
+            TransferError: a rank did not come within the limit.
         """
         sample = next(iter(params.values()))
         item = sample.element_size()

@@ -6,8 +6,10 @@ replicas that want the same while it is under way; those on a GPU are staged thr
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -20,6 +22,11 @@ from megappo.reshard.transport import PATIENCE, Blocks, Buckets, TransferError, 
 
 DATA, READY, FREE, SUMS = range(4)
 """Kinds of traffic between two ranks; each keeps its own order."""
+
+FILES = 16
+"""That a rank opens besides one for each other rank."""
+NAMED = 4
+"""Most ranks that a message names."""
 
 
 def host_store(host: str, timeout_s: float) -> dist.TCPStore:
@@ -48,13 +55,23 @@ class GlooTransport:
         Args:
             host, port: of a :func:`host_store`.
             rank, world: in the transfer group.
-            timeout_s: limit on joining and on each message, in seconds.
+            timeout_s: limit on joining, once the meeting point has answered, and on each message, in seconds.
             bucket_bytes: size of the largest message.
             describe: names a rank for people.
+
+        Raises:
+            TransferError: ranks have not come within the limit, or the meeting point is gone.
+            OSError: this process may not open a file for each rank.
         """
+        _allow_files(world + FILES)
         timeout = timedelta(seconds=timeout_s)
-        self.store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
         self.rank, self.timeout_s, self.describe = rank, timeout_s, cache(describe)
+        try:
+            self.store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+            self.store.set(f"joins/{rank}", "")
+        except dist.DistError as error:
+            where = f"the meeting point of all ranks, {host}:{port},"
+            raise TransferError(f"{where} is out of reach ({_reason(error)})") from None
         self._buckets = Buckets(bucket_bytes)
         self._pinned = Buckets(bucket_bytes, lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
         self._packed: dict[Hashable, _Packed] = {}
@@ -63,8 +80,35 @@ class GlooTransport:
         options = gloo._Options()
         options._timeout = timeout
         # Left to itself gloo binds to what the host's own name resolves to, which on many machines is the loopback.
+        # Not lazy_init: its first send or receive may wait for the other rank's, then without a limit (torch 2.13).
         options._devices = [gloo.create_device(hostname=_own_address(host, port))]
-        self._group: Any = gloo(dist.PrefixStore("megappo-transfer", self.store), rank, world, options)
+        try:
+            self._group: Any = gloo(dist.PrefixStore("megappo-transfer", self.store), rank, world, options)
+        except RuntimeError as error:
+            raise self._unmet({rank: f"joins/{rank}" for rank in range(world)}, error) from None
+
+    def told(self, key: str, by: int) -> bytes:
+        """Wait for what a rank says at the meeting point.
+
+        Raises:
+            TransferError: it said nothing within the limit.
+        """
+        try:
+            return self.store.get(key)
+        except RuntimeError as error:
+            raise self._unmet({by: key}, error) from None
+
+    def _unmet(self, keys: Mapping[int, str], error: RuntimeError) -> TransferError:
+        """What to raise where ranks were waited for, each with a key: it names those that have not left theirs."""
+        try:
+            missing = [rank for rank, key in keys.items() if not self.store.check([key])]
+        except RuntimeError:
+            return TransferError(f"the meeting point of all ranks is gone ({_reason(error)})")
+        if not missing:
+            return TransferError(f"all ranks came, but could not connect ({_reason(error)})")
+        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+        who = ", ".join(map(self.describe, missing[:NAMED])) + more
+        return TransferError(f"{who} did not join the transfer group within {self.timeout_s:g} s")
 
     def finish(self) -> None:
         """Messages that were waited for are here."""
@@ -192,8 +236,30 @@ class _Lateness:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
             how = f"within {self._limit_s:g} s" if "timed out" in str(error).lower() else "and is gone"
-            reason = str(error).strip().splitlines()[-1].split("] ")[-1]
-            raise TransferError(f"{self._what} {how} ({reason})") from None
+            raise TransferError(f"{self._what} {how} ({_reason(error)})") from None
+
+
+def _reason(error: RuntimeError) -> str:
+    """The last line of what torch and gloo say, without where in their code."""
+    return str(error).strip().splitlines()[-1].split("] ")[-1]
+
+
+def _allow_files(count: int) -> None:
+    """Let this process open so many files beyond those that it might already: gloo would end it at the limit.
+
+    Raises:
+        OSError: the host's own limit forbids it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY in (soft, hard):
+        return
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + count, hard), hard))
+    used = len(os.listdir("/proc/self/fd"))
+    if used + count > hard:
+        raise OSError(
+            f"the transfer group takes {count} open files in this process, which has {used} and may have {hard}: raise "
+            "the hard limit (ulimit -Hn)"
+        )
 
 
 def _own_address(host: str, port: int) -> str:

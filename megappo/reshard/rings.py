@@ -8,6 +8,8 @@ import pickle
 import socket
 import struct
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -70,9 +72,10 @@ def take_host_ring(connection: socket.socket, who: str, buckets: int) -> torch.T
     """The buckets of another process's :class:`HostRing`.
 
     Raises:
-        TransferError: it is gone.
+        TransferError: it is gone, or took longer than the connection's limit.
     """
-    _, handles, _, _ = socket.recv_fds(connection, 1, 1)
+    with _limited(connection, who):
+        _, handles, _, _ = socket.recv_fds(connection, 1, 1)
     if not handles:
         raise TransferError(f"{who} gave no memory and is gone")
     try:
@@ -85,7 +88,7 @@ def take_device_ring(connection: socket.socket, who: str) -> torch.Tensor:
     """The buckets of another process's :class:`DeviceRing`, on this one's current device, which is the same.
 
     Raises:
-        TransferError: it is gone, or its memory cannot be opened.
+        TransferError: it is gone, or took longer than the connection's limit, or its memory cannot be opened.
     """
     (length,) = _LENGTH.unpack(_received(connection, _LENGTH.size, who))
     arguments = pickle.loads(_received(connection, length, who))
@@ -99,10 +102,22 @@ def take_device_ring(connection: socket.socket, who: str) -> torch.Tensor:
 
 
 def _received(connection: socket.socket, size: int, who: str) -> bytes:
-    said = connection.recv(size, socket.MSG_WAITALL)
+    with _limited(connection, who):
+        said = connection.recv(size, socket.MSG_WAITALL)
     if len(said) < size:
         raise TransferError(f"{who} gave no memory and is gone")
     return said
+
+
+@contextmanager
+def _limited(connection: socket.socket, who: str) -> Iterator[None]:
+    """Around what waits for the process at the other end."""
+    try:
+        yield
+    except TimeoutError:
+        raise TransferError(f"{who} gave no memory within {connection.gettimeout():g} s") from None
+    except OSError as error:
+        raise TransferError(f"{who} gave no memory and is gone ({error.strerror})") from None
 
 
 def _mapped(handle: int, buckets: int) -> torch.Tensor:

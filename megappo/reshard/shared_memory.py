@@ -165,6 +165,9 @@ def open_rings(
     Returns:
         The transport, and the ranks that it reaches: not those with whom the host's memory is too small, or is not
         shared (containers).
+
+    Raises:
+        TransferError: one of them did not come within the limit, or is gone.
     """
     store, rank = gloo.store, gloo.rank
 
@@ -177,10 +180,10 @@ def open_rings(
             door.bind(os.path.join(folder, "door"))
             door.listen(len(receivers))
         store.set(f"ring/{rank}", door.getsockname())  # empty without a ring
-        calls = {sender: _call(store.get(f"ring/{sender}").decode(), rank) for sender in sorted(senders)}
+        calls = {sender: _call(gloo.told(f"ring/{sender}", by=sender).decode(), rank) for sender in sorted(senders)}
         for sender, call in calls.items():
             store.set(f"ring/{sender}/{rank}", "open" if call else "not")
-        opened = {receiver for receiver in receivers if store.get(f"ring/{rank}/{receiver}") == b"open"}
+        opened = {receiver for receiver in receivers if gloo.told(f"ring/{rank}/{receiver}", by=receiver) == b"open"}
         to = {peer: line(call, peer) for peer, call in (_answer(door, ring) for _ in opened)}
 
     def taken(call: socket.socket, peer: int) -> torch.Tensor:
