@@ -114,11 +114,14 @@ class MegatronProcess(LoggedProcess):
 
     @timed
     def host_store(self, timeout_s: float) -> tuple[str, int]:
-        """Open a meeting point for process groups here; it lives as long as this process."""
+        """Open a meeting point for process groups here.
+
+        The first, the world's, lives as long as this process; another, until there is one in its place.
+        """
         from megappo.reshard.gloo import host_store
 
         host = ray.util.get_node_ip_address()
-        self.stores.append(host_store(host, timeout_s))
+        self.stores = [*self.stores[:1], host_store(host, timeout_s)]
         return host, self.stores[-1].port
 
     @timed
