@@ -24,7 +24,10 @@ from typing import Any
 
 ANSWER_S = 1.0
 """How long an answer may take: the thread that gives it has nothing else to do."""
-WAITING = ("torch/distributed/", "megappo/reshard/gloo.py", "megappo/reshard/shared_memory.py")
+WAITING = (
+    *("torch/distributed/", "megappo/time_limit.py"),
+    *("megappo/reshard/gloo.py", "megappo/reshard/nccl.py", "megappo/reshard/shared_memory.py"),
+)
 """Where a thread is that waits for other ranks, besides lines that say ``.wait(``."""
 OWN = ("megappo/", "megatron/", "vllm/")
 
@@ -101,9 +104,33 @@ def _nccl_record(file: Path) -> str:
         return ""
     text = torch._C._distributed_c10d._dump_nccl_trace_json(includeCollectives=True, onlyActive=False)
     file.write_bytes(text)
-    running = [entry for entry in json.loads(text).get("entries", ()) if entry.get("state") in ("scheduled", "started")]
+    running = _running(json.loads(text).get("entries", ()))
     words = ("profiling_name", "collective_seq_id", "process_group")
     return ", ".join(" ".join(str(entry.get(word, "?")) for word in words) for entry in running[:1])
+
+
+def _running(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The flight recorder's entries of what has not ended, oldest first.
+
+    Only what torch's watchdog retires is known to go on while it is not. So it is not for:
+
+    - the parts of what was launched as one, which have no events: an entry for the whole follows them;
+    - groups without a name, which are the weight sync's pairs: their events are used again by others.
+    """
+    wholes = {_launch(entry) for entry in entries if entry["profiling_name"].endswith("coalesced")}
+    return [
+        entry
+        for entry in entries
+        if entry["state"] in ("scheduled", "started")
+        and not entry["retired"]
+        and entry["process_group"][0]
+        and (entry["profiling_name"].endswith("coalesced") or _launch(entry) not in wholes)
+    ]
+
+
+def _launch(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What an entry has in common with all others of the same launch, and with no others."""
+    return entry["process_group"][0], entry["collective_seq_id"], entry["p2p_seq_id"]
 
 
 @dataclass(frozen=True)
