@@ -196,7 +196,8 @@ def _bench(options: argparse.Namespace) -> int:
 def _convert(options: argparse.Namespace) -> int:
     import gc
 
-    from megappo.convert.command import Options, convert
+    from megappo.convert.command import convert
+    from megappo.convert.options import Options
 
     gc.freeze()  # what torch has imported: taking it apart at the end would cost seconds
     chosen = {name: value for name, value in vars(options).items() if name in Options.__dataclass_fields__}
@@ -358,18 +359,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("destination", metavar="DST", help="folder to make")
     command.add_argument("--to", choices=("hf", "megatron", "peft"), help="default: the format that SRC is not in")
-    command.add_argument("--tp", type=int, default=1, metavar="N", help="to megatron: cut the files for N tensor ranks")
-    command.add_argument("--pp", type=int, default=1, metavar="N", help="to megatron: and N pipeline stages")
-    command.add_argument("--vpp", type=int, default=1, metavar="N", help="to megatron: of N chunks each")
-    command.add_argument("--ep", type=int, default=1, metavar="N", help="to megatron: deal experts out to N ranks")
+    command.add_argument("--tp", type=int, metavar="N", help="to megatron: cut the files for N tensor ranks")
+    command.add_argument("--pp", type=int, metavar="N", help="to megatron: and N pipeline stages")
+    command.add_argument("--vpp", type=int, metavar="N", help="to megatron: of N chunks each")
+    command.add_argument("--ep", type=int, metavar="N", help="to megatron: deal experts out to N ranks")
     command.add_argument("--etp", type=int, metavar="N", help="to megatron: cut each for N ranks; default: as --tp")
-    command.add_argument("--role", choices=("actor", "critic", "reward"), help="whose weights, of a run")
+    command.add_argument(
+        "--role", choices=("actor", "critic", "reward"), help="whose weights (of a run), or whose SRC are"
+    )
     command.add_argument("--model", metavar="DIR", help="to hf: Hugging Face folder to take config and tokenizer from")
     command.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: as in SRC")
-    command.add_argument("--shard-gb", type=float, default=4.0, metavar="X", help="to hf: limit of a shard, 10^9 bytes")
-    text = "limit of a chunk in a checkpoint, and of what is held of a weight that adapters are merged into; 2^20 bytes"
-    command.add_argument("--bucket-mb", type=int, default=32, metavar="N", help=text)
-    command.add_argument("--processes", type=int, default=0, metavar="N", help="default: one a core, at most 8")
+    command.add_argument("--shard-gb", type=float, metavar="X", help="to hf: limit of a shard, 10^9 bytes; default: 4")
+    text = "to megatron: limit of a chunk; of adapters: of what is merged at a time; 2^20 bytes; default: 32"
+    command.add_argument("--bucket-mb", type=int, metavar="N", help=text)
+    command.add_argument("--processes", type=int, metavar="N", help="default: one a core, at most 8")
     command.add_argument("--overwrite", action="store_true", help="replace DST if it is there")
     command.add_argument("--verify", action="store_true", help="compare both sides: weights, and outputs if small")
     text = "{destination} is whole or as it was before; the same command begins again, or finds nothing to do"

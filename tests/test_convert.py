@@ -19,7 +19,8 @@ from tiny import LLAMA3_ROPE, make_model, random_rows
 
 from megappo.cli import main
 from megappo.convert import destination, share
-from megappo.convert.command import Options, convert
+from megappo.convert.command import convert
+from megappo.convert.options import Options
 from megappo.convert.to_megatron import ToMegatron
 from megappo.formats.torch_dist import read_chunks
 from megappo.layout.mesh import Layout
@@ -310,7 +311,7 @@ def test_wrong_folders_are_named_with_the_way_out(tmp_path: Path, capsys: pytest
         (folder, {"tp": 0}, "--tp 0: must be positive"),
         (folder, {"vpp": 2}, "--vpp 2: chunks are of several pipeline stages: leave it out, or raise --pp"),
         (folder, {"pp": 2, "vpp": 2}, "--vpp: 2 chunks of each of 2 stages cannot share 2 layers"),
-        (checkpoint, {"tp": 2}, "--tp, --pp, --vpp, --ep, --etp: a Hugging Face folder has no layout: leave them out"),
+        (checkpoint, {"tp": 2}, "--tp 2: is the layout of a checkpoint's files, and DST will be a Hugging Face folder"),
     ):
         assert words in problems(source, out, **options)
     assert "lies in" in problems(folder, folder / "inside")
@@ -455,13 +456,15 @@ def test_memory_is_bounded_by_buckets_not_by_the_model(tmp_path: Path) -> None:
     """One tensor of 100 MB, widened and rounded again, in a few buckets of 8 MiB."""
     folder = make(tmp_path / "model", vocab_size=800_000, tie_word_embeddings=True)
     context = multiprocessing.get_context("fork")
-    ways = [(folder, tmp_path / "checkpoint", "float32"), (tmp_path / "checkpoint", tmp_path / "back", "bfloat16")]
-    for source, target, dtype in ways:
+    ways: list[tuple[Path, Path, dict[str, Any]]] = [
+        (folder, tmp_path / "checkpoint", {"dtype": "float32", "bucket_mb": 8}),
+        (tmp_path / "checkpoint", tmp_path / "back", {"dtype": "bfloat16"}),
+    ]
+    for source, target, options in ways:
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=peak_mib, args=(source, target, {"dtype": dtype, "bucket_mb": 8}, theirs), daemon=True
-        )
+        process = context.Process(target=peak_mib, args=(source, target, options, theirs), daemon=True)
         process.start()
+        theirs.close()
         assert ours.recv() < 40
         process.join()
     assert_same_weights(folder, tmp_path / "back")

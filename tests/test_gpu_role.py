@@ -106,7 +106,8 @@ def test_adapters_beside_fused_layers_compute_what_merged_weights_do(
     folder: Path, tmp_path: Path, recompute: str
 ) -> None:
     """Transformer Engine's layers with the norm in them give the adapters its output; its gradient comes back."""
-    from megappo.convert.command import Options, convert
+    from megappo.convert.command import convert
+    from megappo.convert.options import Options
 
     role = make_role(folder, lora=LoraConfig(rank=8), recompute=recompute)
     before, frozen = logprobs(role), {name: p.clone() for name, p in role.params.items() if not is_adapter(name)}

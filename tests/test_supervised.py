@@ -195,7 +195,8 @@ def lines(folder: Path) -> dict[int, dict[str, float]]:
 
 
 def test_reward_training_resumes_and_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megappo.convert.command import Options, convert
+    from megappo.convert.command import convert
+    from megappo.convert.options import Options
 
     folder = make_folder(tmp_path / "work")
     monkeypatch.chdir(folder)  # for the paths of the run's configuration
@@ -226,7 +227,8 @@ def test_supervised_training_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """And the last loss in the log is the one that transformers has of what comes out."""
     from transformers import AutoModelForCausalLM
 
-    from megappo.convert.command import Options, convert
+    from megappo.convert.command import convert
+    from megappo.convert.options import Options
 
     folder = make_folder(tmp_path / "work")
     monkeypatch.chdir(folder)

@@ -18,7 +18,8 @@ from ranks import run_ranks
 from tiny import make_model
 
 from megappo.config import LoraConfig
-from megappo.convert.command import Options, convert
+from megappo.convert.command import convert
+from megappo.convert.options import Options
 from megappo.data import batch
 from megappo.layout.mesh import Layout
 from megappo.models.spec import read_model_spec, with_lora

@@ -61,10 +61,11 @@ ENDINGS: Mapping[Head, str] = {
 
 def says_scalar_head(folder: Path) -> bool:
     """Whether ``config.json`` says that the weights end in a scalar head."""
-    return _head(folder) not in (None, "language-model")
+    return said_head(folder) not in (None, "language-model")
 
 
-def _head(folder: Path) -> Head | None:
+def said_head(folder: Path) -> Head | None:
+    """Which head ``config.json`` says, if it does."""
     named = json.loads((folder / "config.json").read_text()).get("architectures")
     architectures = [str(name) for name in named] if isinstance(named, list) else [str(named)]
     return next((head for head, end in ENDINGS.items() if any(name.endswith(end) for name in architectures)), None)
@@ -75,8 +76,7 @@ def fit_config(folder: Path, dtype: Dtype, *, head: Head) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text())
     changes: dict[str, Any] = {key: dtype.name for key in ("dtype", "torch_dtype") if key in config}
-    says = _head(folder) or "language-model"
-    if head != says and (head, says) != ("value", "score"):  # which have the same weights
+    if head != (said_head(folder) or "language-model"):
         architecture = known_families()[config["model_type"]].architecture
         changes["architectures"] = [architecture.replace("ForCausalLM", ENDINGS[head])]
         if head != "language-model":

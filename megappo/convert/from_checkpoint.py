@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
-from megappo.convert.companions import Head
+from megappo.convert.companions import Head, said_head
 from megappo.convert.share import shared
 from megappo.convert.write_back import start_writing_back
 from megappo.formats.casts import OutOfRange
@@ -66,7 +66,7 @@ class FromCheckpoint(ABC):
         dtype: of the result; the checkpoint's own by default.
         shard_bytes: limit of a shard.
         bucket_bytes: limit of a piece of work in memory, where there is more to do than to copy.
-        scores: a scalar head is that of a reward model, which scores whole sequences.
+        role: whose weights they are, if that is known: a reward model's head scores whole sequences.
 
     Attributes:
         spec: the model of the checkpoint.
@@ -88,9 +88,9 @@ class FromCheckpoint(ABC):
         shard_bytes: int,
         bucket_bytes: int,
         *,
-        scores: bool = False,
+        role: str | None = None,
     ) -> None:
-        self.folder, self.model_folder, self.scores = folder, model_folder, scores
+        self.folder, self.model_folder, self.role = folder, model_folder, role
         self.shard_bytes, self.bucket_bytes = shard_bytes, bucket_bytes
         self.unproven = ""
         self.spec = self.read_spec()
@@ -126,7 +126,11 @@ class FromCheckpoint(ABC):
     @property
     def head(self) -> Head:
         """What the weights end in."""
-        return "language-model" if not self.scalar_head else "score" if self.scores else "value"
+        if not self.scalar_head:
+            return "language-model"
+        if self.role in ("critic", "reward"):
+            return "score" if self.role == "reward" else "value"
+        return "score" if said_head(self.model_folder) == "score" else "value"
 
     @abstractmethod
     def write(self, destination: Path, processes: int) -> None:

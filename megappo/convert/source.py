@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megappo.checkpoints import Checkpoints, step_of
+from megappo.checkpoints import PARTIAL, Checkpoints, step_of
 from megappo.config import ConfigError, load_config, load_supervised
 from megappo.convert.companions import companion_files
 from megappo.models.lora import FILE
@@ -22,11 +22,13 @@ class Source:
     format: "hf" or "megatron".
     folder: that holds the weights.
     model_folder: that holds config.json, the tokenizer and so on.
+    role: whose weights they are, if that is known.
     """
 
     format: str
     folder: Path
     model_folder: Path
+    role: str | None = None
 
     def files(self) -> list[Path]:
         """Every file that the result may depend on."""
@@ -49,7 +51,8 @@ def find_source(path: Path, role: str | None, model: Path | None) -> Source:
     """Recognise what is at ``path``.
 
     Args:
-        role: which role's weights, where a run's checkpoint holds several; by default the actor's.
+        role: which role's weights, where a run's checkpoint holds several; by default the actor's. Whose they are, of
+            a single checkpoint.
         model: folder of the config and tokenizer that belong to a Megatron checkpoint, if given.
 
     Raises:
@@ -63,13 +66,20 @@ def find_source(path: Path, role: str | None, model: Path | None) -> Source:
             there = ", ".join(f"step_{step}" for step in others)
             raise ModelError([f"{path}: is not there (old ones go, see run.keep_checkpoints): there are {there}"])
         raise ModelError([f"{path}: no such folder: give a Hugging Face folder, a Megatron checkpoint or a run"])
+    for folder in (path, path.parent):
+        if folder.name.endswith(PARTIAL):
+            raise ModelError([f"{folder}: was not finished: convert or save it again, or rename it if it is whole"])
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         fix = "merge them into their model first (PEFT's merge_and_unload), or give the run's own checkpoint"
         raise ModelError([f"{path}: holds adapters (PEFT), and not the model that they belong to: {fix}"])
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").is_file():
         return Source("hf", path, path)
     checkpoint = _checkpoint(path, role)
-    return Source("megatron", checkpoint, model or _model_folder(checkpoint, role or checkpoint.name))
+    known = checkpoint.name if checkpoint.name in ROLES else None
+    if role is not None and known not in (None, role):
+        fix = f"leave it out, or give {checkpoint.parent}"
+        raise ModelError([f"--role {role}: {checkpoint} has the weights of the {known}: {fix}"])
+    return Source("megatron", checkpoint, model or _model_folder(checkpoint, role or checkpoint.name), role or known)
 
 
 def _checkpoint(path: Path, role: str | None) -> Path:
@@ -97,8 +107,6 @@ def _checkpoint(path: Path, role: str | None) -> Path:
 
 def _reasons(path: Path) -> Iterator[str]:
     """Why there is nothing to convert in ``path``; the first is the best."""
-    if path.name.endswith(".partial"):
-        yield f"{path}: was not finished: convert or save it again"
     if any(path.glob("mp_rank_*")):
         yield f"{path}: is Megatron's old format (mp_rank_*): save it with Megatron's --ckpt-format torch_dist"
     if any(path.glob("__*.distcp")):
