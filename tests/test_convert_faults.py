@@ -184,6 +184,8 @@ def test_destinations_that_would_fail_late(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "mine.partial").mkdir()
     (tmp_path / "mine.partial" / "thesis.tex").write_text("years")
     (tmp_path / "cwd").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "linked.partial").symlink_to("cwd")
     shutil.copytree(folder, tmp_path / "source.partial")
     monkeypatch.chdir(tmp_path / "cwd")
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
@@ -193,7 +195,11 @@ def test_destinations_that_would_fail_late(tmp_path: Path, monkeypatch: pytest.M
         (folder, tmp_path / "disk", "is where a disk is mounted"),
         (folder, "x" * 300, "File name too long"),
         (folder, tmp_path / "mine", "mine.partial: is in the way, and not from a conversion"),
-        (tmp_path / "source.partial", tmp_path / "source", "source.partial: lies in"),
+        (tmp_path / "source.partial", tmp_path / "source", "source.partial: was not finished"),
+        (folder, tmp_path / "new.partial", "new.partial: ends in .partial, as what is not finished does"),
+        (folder, "/", "/: is the root of all folders: name a folder in it"),
+        (folder, tmp_path / "loop" / "new", "cannot be a folder (Symlink loop"),
+        (folder, tmp_path / "linked", "linked.partial: is in the way, and not from a conversion"),
     ):
         with pytest.raises(ModelError) as caught:
             run(source, target)

@@ -146,5 +146,5 @@ def _read_lora(folder: Path) -> Lora:
     try:
         raw = json.loads(path.read_text())
         return Lora(int(raw["rank"]), float(raw["alpha"]), tuple(map(str, raw["targets"])))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError([f"{path}: cannot be read ({error!r}): copy the checkpoint again"]) from None

@@ -33,11 +33,16 @@ def destination_folder(path: str | Path) -> Path:
         raise ModelError([f"{path}: is a URL: give a folder here as DST, and copy it there"])
     folder = Path(path)
     try:
+        resolved = folder.resolve()
         if folder.is_symlink() or folder.name in ("", ".."):
-            folder = folder.resolve()
+            folder = resolved
         is_here = folder.exists() and folder.samefile(".")
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError([f"{path}: cannot be a folder ({error}): choose another DST"]) from None
+    if not folder.name:
+        raise ModelError([f"{path}: is the root of all folders: name a folder in it"])
+    if folder.name.endswith(PARTIAL):
+        raise ModelError([f"{path}: ends in {PARTIAL}, as what is not finished does: choose another DST"])
     if is_here:
         raise ModelError([f"{path}: is the current directory: name a folder in it"])
     return folder
@@ -48,7 +53,7 @@ def is_made(folder: Path, record: Mapping[str, Any]) -> bool:
     try:
         found = json.loads((folder / RECORD).read_text())
         return bool(found.pop(MADE) == _sizes(folder) and found == record)
-    except (OSError, ValueError, AttributeError, KeyError):
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return False
 
 
@@ -81,7 +86,9 @@ def check_destination(folder: Path, *, overwrite: bool, needed_bytes: int) -> No
     if folder.is_mount():
         raise ModelError([f"{folder}: is where a disk is mounted, so nothing can take its place: name a folder in it"])
     for path, ours in ((_partial(folder), (LOCK, RECORD)), (_replaced(folder), MODEL)):
-        if path.exists() and not (path.is_dir() and (_is_empty(path) or any((path / name).exists() for name in ours))):
+        taken = path.is_symlink() or path.exists()
+        known = path.is_dir() and (_is_empty(path) or any((path / name).exists() for name in ours))
+        if taken and (path.is_symlink() or not known):
             raise ModelError([f"{path}: is in the way, and not from a conversion: rename it, or choose another DST"])
     if not os.access(parent, os.W_OK | os.X_OK):
         raise ModelError([f"{folder}: {parent} is not writable: choose another DST, or change its permissions"])
@@ -170,4 +177,4 @@ def _is_at(file: IO[str], path: Path) -> bool:
 def _remove_all_but_lock(partial: Path) -> None:
     for path in partial.iterdir():
         if path.name != LOCK:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -44,10 +44,12 @@ def tensor_files(folder: str | Path) -> dict[str, Path]:
         return dict.fromkeys(_read_header(single), single)
     try:
         files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = error if isinstance(error, OSError | ValueError) else repr(error)
         raise ModelError([f"{index}: is no index of safetensors files ({why}): copy it again"]) from None
     named = sorted(set(files.values()))
+    if away := [path for path in named if path.parent != folder]:
+        raise ModelError([f"{index}: names {away[0]}, which is not beside it: give files of {folder}"])
     if single.is_file() and named != [single]:
         raise ModelError(
             [

@@ -95,7 +95,7 @@ def read_chunks(folder: Path) -> tuple[dict[str, tuple[int, ...]], list[Chunk]]:
     """
     try:
         backend = json.loads((folder / "metadata.json").read_text())["sharded_backend"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         backend = "torch_dist"  # what plain torch writes has no such file
     if backend != "torch_dist":
         raise ModelError([f"{folder}: is in the format {backend!r}: save it as torch_dist (Megatron's --ckpt-format)"])

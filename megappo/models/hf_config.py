@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,15 +49,18 @@ def _mistyped(raw: dict[str, Any]) -> Iterator[str]:
     if isinstance(rope, dict):
         numbers |= {key: rope[key] for key in ("rope_theta", *LLAMA3_KEYS) if key in rope}
     for key, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             yield f"{key}: {value!r} is not a positive number"
+    if not isinstance(raw.get("tie_word_embeddings"), bool | None):
+        yield f"tie_word_embeddings: {raw['tie_word_embeddings']!r} is neither true nor false"
 
 
 def _missing(raw: dict[str, Any], family: Family) -> Iterator[str]:
     for key in (*_REQUIRED, family.ffn, *experts(raw, family)):
         value = raw.get(key)
         real = key == "rms_norm_eps"
-        if isinstance(value, bool) or not isinstance(value, int | float if real else int) or value <= 0:
+        kind = int | float if real else int
+        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
             yield f"{key}: {value!r} is not a positive {'number' if real else 'integer'}"
     heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads <= 0 or heads % kv_heads):

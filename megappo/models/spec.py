@@ -161,7 +161,7 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
         raw = json.loads(path.read_text())
     except FileNotFoundError:
         raise ModelError([f"{folder}: has no config.json: give the path of a Hugging Face model folder"]) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError([f"{path}: cannot be read as JSON ({error}): copy it again"]) from None
     if not isinstance(raw, dict):
         raise ModelError([f"{path}: holds {type(raw).__name__}, not an object: copy it again"])
