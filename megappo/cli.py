@@ -24,6 +24,10 @@ from megappo.stop_request import STOPPED, ended_by_sigterm
 BAD_INPUT = 2
 """Exit status where the user's input is at fault, as argparse has it; each error is on standard error."""
 
+MODELS = "runs/bench"
+NO_MODELS = ("planning", "reshard")
+"""Where benchmarks keep the models that they make, and which of them make none."""
+
 RESUMES = "the same command goes on from the last checkpoint, or from the beginning where there is none yet"
 
 
@@ -147,8 +151,9 @@ def _arithmetic(options: argparse.Namespace) -> int:
     from megappo.data.arithmetic import write_arithmetic
 
     names = ("train", "validation", "digits", "operations", "seed", "chat", "word_problems")
+    chosen = {name: value for name, value in vars(options).items() if name in names}
     try:
-        paths = write_arithmetic(options.out, **{name: getattr(options, name) for name in names})
+        paths = write_arithmetic(options.out, **chosen)
     except (ValueError, OSError) as error:
         return _refuse(_not_written(error, options.out))
     print(*paths, sep="\n")
@@ -182,14 +187,20 @@ def _bench(options: argparse.Namespace) -> int:
     import importlib
 
     from megappo.bench.shapes import QWEN
+    from megappo.bench.table import check_out
 
+    if options.no_optimizer and options.name != "training":
+        return _refuse(f"--no-optimizer: is for bench training, and {options.name} updates as it does: leave it out")
+    if options.models is not None and options.name in NO_MODELS:
+        return _refuse(f"--models {options.models}: bench {options.name} makes no model: leave it out")
     benchmark = importlib.import_module(f"megappo.bench.{options.name}")
     sizes = getattr(benchmark, "SIZES", tuple(QWEN))
     size = options.size or ("0.5b" if "0.5b" in sizes else sizes[0])
     if size not in sizes:
         return _refuse(f"--size {size}: not a size of bench {options.name}: sizes are {', '.join(sizes)}")
-    more = {"optimizer": False} if options.name == "training" and options.no_optimizer else {}
-    benchmark.run(size, options.models, options.out, **more)
+    check_out(options.out)
+    more = {"optimizer": False} if options.no_optimizer else {}
+    benchmark.run(size, options.models or MODELS, options.out, **more)
     return 0
 
 
@@ -346,10 +357,10 @@ def _parser() -> argparse.ArgumentParser:
     sizes = "0.4b, 0.5b, 1.5b, 2b, 7b or tiny, with random weights (default 0.5b); planning: 405b, 1t-moe or all"
     sizes += "; reshard: 250mb or 1gb; predicted: 0.5b, 1.5b, 7b or all"
     command.add_argument("--size", metavar="S", help=f"shape of the model: {sizes}")
-    command.add_argument("--models", default="runs/bench", metavar="DIR", help="where models are made and kept")
+    command.add_argument("--models", metavar="DIR", help=f"where models are made and kept (default: {MODELS})")
     command.add_argument("--out", metavar="FILE", help="JSON file to add the table to")
     command.add_argument("--no-optimizer", action="store_true", help="training: an update ends with the gradients")
-    text = "what was measured so far is above; models stay in {models}, and the same command begins again"
+    text = "what was measured so far is above; models that were made stay, and the same command begins again"
     command.set_defaults(run=_bench, interrupted=text)
 
     text = "convert a Hugging Face folder to a Megatron checkpoint, or a checkpoint or run to a Hugging Face folder"
@@ -388,7 +399,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--train", type=int, default=2000, metavar="N", help="training questions")
     command.add_argument("--validation", type=int, default=200, metavar="N", help="validation questions")
     command.add_argument("--digits", type=int, default=2, metavar="N", help="digits of every operand")
-    command.add_argument("--operations", default="+", metavar="OPS", help="any of + - *")
+    command.add_argument("--operations", default=argparse.SUPPRESS, metavar="OPS", help="any of + - * (default: +)")
     command.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the choice of questions")
     command.add_argument("--chat", action="store_true", help="write chat messages instead of plain strings")
     command.add_argument("--word-problems", action="store_true", help="write one- and two-step word problems")
@@ -400,7 +411,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("out", metavar="OUT", help="folder to write to")
         text = "questions to draw from the training split (default: the published split, or else a twentieth)"
         command.add_argument("--validation", type=int, metavar="N", help=text)
-        command.add_argument("--seed", type=int, default=0, metavar="S", help="seed of that draw (default: 0)")
+        command.add_argument("--seed", type=int, metavar="S", help="seed of that draw (default: 0)")
         text = "system message" if name == "hh-rlhf" else "text after each question"
         command.add_argument("--instruction", metavar="TEXT", help=f"{text} (default: {instruction or 'none'})")
         command.set_defaults(run=_published, name=name)

@@ -56,6 +56,8 @@ def score(config: Config, data: str, out: str, options: Options, say: Callable[[
     from transformers import AutoTokenizer
 
     _check_files(data, options)
+    if problem := _same_responses(data, options):
+        raise DataError(problem)
     for role in (name for name in LOGPROBS if name in config.roles.megatron):
         say(f"{role}: {config.model_folder(role)}")
     tokenizer = AutoTokenizer.from_pretrained(config.model_folder("actor"))
@@ -178,6 +180,17 @@ def _check_files(data: str, options: Options) -> None:
         if path is not None and not Path(path).is_file():
             what = "is a folder" if Path(path).is_dir() else "no such file"
             raise DataError(f"{word}: {path}: {what}: give a parquet file of prompts and responses")
+
+
+def _same_responses(data: str, options: Options) -> str | None:
+    """What is wrong where responses would be compared with themselves."""
+    if (options.against_column or options.column) != options.column:
+        return None
+    if options.against is not None and Path(options.against).samefile(data):
+        return f"--against {options.against}: is DATA itself: give another file, or --against-column for another column"
+    if options.against is None and options.against_column is not None:
+        return f"--against-column {options.against_column}: is the column that is scored: name another, or --against"
+    return None
 
 
 def _check_same_prompts(path: str, answers: pa.Table, other_path: str, others: pa.Table) -> None:

@@ -274,14 +274,15 @@ def test_a_kuberay_manifest_for_rdma(config: Config) -> None:
 
 
 def test_what_kubernetes_would_not_take(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    config = replace(load_config("config.yaml"), pools={"train_a": pool(1, 1), "train-a": pool(1, 1)})
+    pools = {"train_a": pool(1, 1), "train-a": pool(1, 1)}
+    config = replace(load_config("config.yaml", ["run.device=cuda"]), pools=pools)
     options = KubeRayOptions(image="i", claim="c", mount="/m", resources={"nvidia.com/gpu": 1})
     with pytest.raises(LaunchError) as failure:
         manifest(config, options)
     names, gpus = failure.value.problems
     assert names.startswith("pools.train-a: its worker group would have the name of that of pools.train_a, train-a, ")
     assert gpus.startswith("--resource: nvidia.com/gpu follows from pools.*.devices_per_node")
-    command = ["launch", "kuberay", "config.yaml", "--image=i", "--claim=c", "--mount=/m"]
+    command = ["launch", "kuberay", "config.yaml", "run.device=cuda", "--image=i", "--claim=c", "--mount=/m"]
     assert cli.main([*command, "--resource=rdma/hca=2", "--resource", "x=1"]) == 0
     with pytest.raises(SystemExit):
         cli.main([*command, "--resource=rdma/hca"])

@@ -14,6 +14,26 @@ class BenchError(RuntimeError):
 Row = Mapping[str, float | str]
 
 
+def check_out(out: str | None) -> None:
+    """Whether tables can be added to a file, before anything is measured.
+
+    Raises:
+        BenchError: they cannot.
+    """
+    if out is None:
+        return
+    try:
+        with Path(out).open("a+", encoding="utf-8") as file:
+            file.seek(0)
+            content = file.read()
+        if content and not isinstance(json.loads(content), dict):
+            raise ValueError("no object")
+    except (OSError, ValueError) as error:
+        raise BenchError(f"--out {out}: is no JSON file to add a table to ({error}): name another") from None
+    if not content:
+        Path(out).unlink()
+
+
 def show(title: str, rows: Sequence[Row], out: str | None) -> None:
     """Print a table, and write it as JSON to ``out`` if given."""
     columns = list(dict.fromkeys(name for row in rows for name in row))

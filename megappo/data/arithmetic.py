@@ -58,7 +58,7 @@ def write_arithmetic(
     train: int = 2000,
     validation: int = 200,
     digits: int = 2,
-    operations: str = "+",
+    operations: str | None = None,
     seed: int = 0,
     chat: bool = False,
     word_problems: bool = False,
@@ -69,7 +69,8 @@ def write_arithmetic(
 
     Args:
         digits: digits of every operand (1 allows 0 to 9, 2 allows 10 to 99, ...); in a word problem, the most digits.
-        operations: any of `+`, `-` and `*`; differences are never negative. Word problems mix operations of their own.
+        operations: any of `+`, `-` and `*` (`+` unless given); differences are never negative. Not for word problems,
+            which mix operations of their own.
         chat: write chat messages ("What is 12 + 34? ...") instead of plain strings.
         word_problems: chat messages with one- and two-step word problems, whose answer is to follow `####`: their
             reward is `megappo.rewards.gsm8k`, and their data_source `arithmetic_word_problems`.
@@ -81,6 +82,10 @@ def write_arithmetic(
         raise ValueError(f"--train: {train}, --validation: {validation}: give at least 1 each")
     if not 1 <= digits <= 9:
         raise ValueError(f"--digits: {digits}: give a number from 1 to 9")
+    if word_problems and (chat or operations is not None):
+        given = "--chat" if chat else f"--operations {operations}"
+        raise ValueError(f"{given}: word problems are chat messages with operations of their own: leave it out")
+    operations = "+" if operations is None else operations
     if not operations or set(operations) - set("+-*"):
         raise ValueError(f"--operations: {operations!r}: give any of +, - and *, for instance '+-'")
     rng = random.Random(seed)

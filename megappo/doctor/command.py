@@ -31,6 +31,9 @@ def add_doctor(commands: Any) -> None:
 
 def _doctor(options: argparse.Namespace) -> int:
     if options.measure_device:
+        if options.config is not None:
+            print(f"error: --measure-device: takes no CONFIG ({options.config}): leave one out", file=sys.stderr)
+            return BAD_INPUT
         return _measure(Path(options.measure_device))
     if options.config is None:
         return _this_machine()

@@ -140,6 +140,9 @@ def _problems(config: Config, options: KubeRayOptions) -> Iterator[str]:
                 f"pools.{pool}: its worker group would have the name of that of pools.{other}, {_label(pool)}, as "
                 "Kubernetes knows only lower case, digits and dashes: rename one"
             )
+    if options.resources and config.run.device != "cuda":
+        named = ", ".join(f"{name}={count}" for name, count in options.resources.items())
+        yield f"--resource {named}: is for pods with devices, and run.device is {config.run.device}: leave it out"
     if options.gpu in options.resources:
         yield f"--resource: {options.gpu} follows from pools.*.devices_per_node: leave it out"
 

@@ -41,7 +41,7 @@ def write_dataset(
     out: str | Path,
     *,
     validation: int | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     instruction: str | None = None,
 ) -> Written:
     """Write `train.parquet` and `validation.parquet` in verl's columns (hh-rlhf: in `prompts/`, `pairs/` and `sft/`).
@@ -55,6 +55,7 @@ def write_dataset(
         name: a key of `INSTRUCTIONS`.
         src: a file, or a folder of files (see `find_files`).
         validation: distinct questions to draw from the training split.
+        seed: of that draw, where there is one; 0 unless given.
         instruction: text after each question (hh-rlhf: a system message); None: that of `INSTRUCTIONS`; "": none.
 
     Raises:
@@ -72,11 +73,15 @@ def write_dataset(
     reader = _Reader(dataset, INSTRUCTIONS[name] if instruction is None else instruction)
     source = find_files(src, dataset.skip)
     train, held_out = _choose_splits(source, dataset, src, drawn=validation is not None)
+    if held_out and seed is not None:
+        raise ValueError(
+            f"--seed {seed}: nothing is drawn, as there is a {held_out} split: leave it out, or give --validation"
+        )
     used = (train, held_out) if held_out else (train,)
     notes = [*source.notes, *(f"{split} split: not used" for split in source.splits if split not in used)]
     if not held_out and train != "train":
         notes.append(f"{src}: has a {train} split only, which is divided")
-    drawn = set() if held_out else _draw(reader, source.splits[train], train, validation, seed)
+    drawn = set() if held_out else _draw(reader, source.splits[train], train, validation, seed or 0)
 
     with _Outputs(out, dataset.schemas) as outputs:
         for split in used:
