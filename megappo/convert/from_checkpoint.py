@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,9 +15,11 @@ from typing import NamedTuple
 from zlib import crc32
 
 from megappo.convert.companions import Head, said_head
+from megappo.convert.cover import check_cover
 from megappo.convert.share import shared
 from megappo.convert.write_back import start_writing_back
 from megappo.formats.casts import OutOfRange
+from megappo.formats.checksums import joined
 from megappo.formats.dtypes import Dtype
 from megappo.formats.safetensors_files import Form
 from megappo.formats.stored import Files, Stored, copy_block, largest, pieces, prepare
@@ -100,7 +102,7 @@ class FromCheckpoint(ABC):
         tensors = self.held(megatron_tensors(self.spec, scalar_head=self.scalar_head))
         _check_shapes(folder, model_folder, tensors, shapes)
         chunks = [chunk for chunk in chunks if chunk.key in shapes]
-        _check_cover(folder, chunks, shapes)
+        check_cover(folder, chunks, shapes)
         kinds: defaultdict[str, dict[tuple[int, ...], MegatronTensor]] = defaultdict(dict)
         for tensor in tensors.values():
             kinds[tensor.key][tensor.index] = tensor
@@ -142,13 +144,11 @@ class FromCheckpoint(ABC):
         Raises:
             ModelError: values are beyond the range of the wanted dtype, or not those that were saved.
         """
-        chunks: dict[Chunk, list[Part]] = {}
-        for part in self.parts:
-            chunks.setdefault(part.chunk, []).append(part)
-        # A chunk's parts stay as they lie in it, since its checksum is over them all; chunks go file by file.
-        items = sorted(chunks.values(), key=lambda parts: min(_first(part, places) for part in parts))
-        sizes = [sum(part.num_bytes for part in parts) for parts in items]
-        prepare({*(chunk.dtype for chunk in chunks), *(place.dtype for place in places.values())})
+        # Part by part, since a chunk may have those of all layers: that is how plain torch saves them.
+        items = sorted(self.parts, key=lambda part: _first(part, places))
+        sizes = [part.num_bytes for part in items]
+        dtypes = {part.chunk.dtype for part in items}
+        prepare({*dtypes, *(place.dtype for place in places.values())})
         with Files() as files:
             copy = partial(_copy, files, self.folder, places)
             (folder,) = {place.path.parent for place in places.values()}
@@ -157,10 +157,28 @@ class FromCheckpoint(ABC):
                 copied = shared(copy, items, sizes, processes, often=often)
             except OutOfRange as error:
                 raise error.refusal(self.folder, largest(self._blocks(error.name))) from None
-        if problems := sorted(one.damage for one in copied if one.damage):
-            raise ModelError(problems)
-        if bare := sum(not one.proven for one in copied):
-            self.unproven = f"{bare} of {len(copied)} chunks"
+        self._check_copied(items, copied)
+
+    def _check_copied(self, items: Sequence[Part], copied: Sequence[_Copied]) -> None:
+        """Whether the parts of each chunk, as they lie in it, are together what was saved."""
+        chunks: defaultdict[Chunk, list[tuple[Part, _Copied]]] = defaultdict(list)
+        for part, one in zip(items, copied, strict=True):
+            chunks[part.chunk].append((part, one))
+        problems, bare = [], 0
+        for chunk, pairs in chunks.items():
+            pairs.sort(key=lambda pair: pair[0].index)
+            saved = pairs[0][1].saved
+            found = joined((one.checksum, part.num_bytes) for part, one in pairs)
+            bare += saved == 0 != found
+            if saved not in (0, found):
+                names = [name for part, _ in pairs for name, _, _ in part.tensor.overlaps(part.offset, part.size)]
+                what = ", ".join(dict.fromkeys(names)) or f"padding of {chunk.key}"
+                path = self.folder / chunk.place.file
+                problems.append(f"{path}: {what}: is damaged (other bytes than were saved): copy the checkpoint again")
+        if problems:
+            raise ModelError(sorted(problems))
+        if bare:
+            self.unproven = f"{bare} of {len(chunks)} chunks"
 
     def _blocks(self, name: str) -> Iterator[tuple[Stored, Sequence[int], Sequence[int]]]:
         """Where the checkpoint has a tensor, with the offset and the size of each block."""
@@ -192,37 +210,24 @@ def _first(part: Part, places: Mapping[str, Stored]) -> tuple[Path, int]:
 
 
 class _Copied(NamedTuple):
-    """What became of a chunk.
+    """CRC-32 of a part, and of its whole chunk as it was saved (0: it was not)."""
 
-    Attributes:
-        proven: whether it has a checksum.
-        damage: in words, if it is not what was saved.
-    """
-
-    proven: bool
-    damage: str = ""
+    checksum: int
+    saved: int
 
 
-def _copy(files: Files, folder: Path, places: Mapping[str, Stored], parts: Sequence[Part]) -> _Copied:
-    """Copy the parts of a chunk, in order, to where their tensors belong."""
-    chunk = parts[0].chunk
-    stored, saved = chunk.stored(folder)
-    checksum, names = 0, []
-    for part in parts:
-        source, row = part.within(stored), 0
-        for name, (there, size), here in part.tensor.overlaps(part.offset, part.size):
-            for read, _ in copy_block(files, source, here, places[name], there, size, name):
-                checksum = crc32(read, checksum)
-            row = here[0] + size[0]
-            names.append(name)
-        padding = [row, *(0 for _ in part.size[1:])], [part.size[0] - row, *part.size[1:]]
-        for _, _, read in pieces(files, source, *padding):
+def _copy(files: Files, folder: Path, places: Mapping[str, Stored], part: Part) -> _Copied:
+    """Copy a part of a chunk to where its tensors belong, in the order of its bytes."""
+    stored, saved = part.chunk.stored(folder)
+    source, checksum, row = part.within(stored), 0, 0
+    for name, (there, size), here in part.tensor.overlaps(part.offset, part.size):
+        for read, _ in copy_block(files, source, here, places[name], there, size, name):
             checksum = crc32(read, checksum)
-    if saved in (0, checksum):
-        return _Copied(proven=saved == checksum)
-    what = ", ".join(dict.fromkeys(names)) or f"padding of {chunk.key}"
-    damage = f"{stored.path}: {what}: is damaged (other bytes than were saved): copy the checkpoint again"
-    return _Copied(proven=True, damage=damage)
+        row = here[0] + size[0]
+    padding = [row, *(0 for _ in part.size[1:])], [part.size[0] - row, *part.size[1:]]
+    for _, _, read in pieces(files, source, *padding):
+        checksum = crc32(read, checksum)
+    return _Copied(checksum, saved)
 
 
 def _check_shapes(
@@ -263,40 +268,3 @@ def _stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]
         stacked, layer = _layer_apart(key)
         out[stacked] = (out.get(stacked, (0,))[0] + 1, *shape) if layer else shape
     return out
-
-
-def _check_cover(folder: Path, chunks: Sequence[Chunk], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Every element must be in one chunk, and in no more.
-
-    That is so if and only if the chunks' corners, each with its sign, add up to those of the tensor: sums of boxes are
-    equal where their differences along all axes are, which are not zero at corners only.
-    """
-    corners = {
-        key: Counter({point: -sign for point, sign in _corners((0,) * len(shape), shape)})
-        for key, shape in shapes.items()
-    }
-    missing = {key: prod(shape) for key, shape in shapes.items()}
-    for chunk in chunks:
-        missing[chunk.key] -= prod(chunk.size)
-        for point, sign in _corners(chunk.offset, chunk.size):
-            corners[chunk.key][point] += sign
-    problems = [
-        f"{folder}: lacks {count} elements of {key}: save it again" for key, count in missing.items() if count > 0
-    ]
-    problems += [
-        f"{folder}: tensor {key} is of an unknown dtype: save it as 16- or 32-bit floats"
-        for key in sorted({chunk.key for chunk in chunks if not isinstance(chunk.dtype, Dtype)})
-    ]
-    problems += [
-        f"{folder}/.metadata: chunks of {key} overlap or lie outside of it: copy the checkpoint again"
-        for key, count in missing.items()
-        if count <= 0 and any(corners[key].values())
-    ]
-    if problems:
-        raise ModelError(problems)
-
-
-def _corners(offset: Sequence[int], size: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
-    ends = [((begin, 1), (begin + extent, -1)) for begin, extent in zip(offset, size, strict=False)]
-    for corner in product(*ends):
-        yield tuple(place for place, _ in corner), prod(sign for _, sign in corner)
