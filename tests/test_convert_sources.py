@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from test_convert import assert_same_weights, make, problems, run, weights
+from test_convert_stacked import load_whole, save_whole
 
 from megappo.convert import destination
+from megappo.formats.torch_dist import read_chunks
 
 DEEP = "[" * 100_000
 """More than a parser goes down."""
@@ -107,3 +109,44 @@ def test_a_model_that_lends_its_config_is_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="models/base, which has the config: choose a DST elsewhere"):
             run(tmp_path / "checkpoint", target, model=str(model), overwrite=True)
     assert (model / "model.safetensors").is_file()
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+FC1 = "decoder.layers.{}mlp.linear_fc1.weight"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("second", ["00.", "\u0661."], ids=["a zero in front", "an Arabic one"])
+def test_a_layer_by_another_name_is_not_another_layer(tmp_path: Path, second: str) -> None:
+    folder = make(tmp_path / "model")
+    run(folder, tmp_path / "checkpoint")
+    tensors = load_whole(tmp_path / "checkpoint")
+    first, last = tensors.pop(FC1.format(""))
+    saved = {**tensors, FC1.format("0."): first.clone(), FC1.format(second): last.clone()}
+    said = problems(save_whole(saved, tmp_path / "saved"), tmp_path / "back", model=str(folder))
+    assert f"tensor {FC1.format(second)} is not part of the model in {folder}/config.json" in said
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.bool, torch.complex64])
+def test_a_checkpoint_of_what_no_weight_is(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = make(tmp_path / "model")
+    run(folder, tmp_path / "checkpoint")
+    tensors = load_whole(tmp_path / "checkpoint")
+    tensors[FC1.format("")] = tensors[FC1.format("")].to(dtype)
+    saved = save_whole(tensors, tmp_path / "saved")
+    name = "of an unknown dtype" if dtype is torch.complex64 else str(dtype).removeprefix("torch.")
+    said = problems(saved, tmp_path / "back", model=str(folder))
+    assert said == f"{saved}: tensor {FC1.format('')} is {name}: save it as 16- or 32-bit floats"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_plain_checkpoint_is_compared_without_megatron(tmp_path: Path) -> None:
+    """Which does not read it."""
+    folder = make(tmp_path / "model")
+    run(folder, tmp_path / "checkpoint")
+    saved = save_whole(load_whole(tmp_path / "checkpoint"), tmp_path / "saved")
+    assert len(read_chunks(saved)[1]) < len(read_chunks(tmp_path / "checkpoint")[1])
+    words = "equal, element by element (plain torch wrote the checkpoint, which Megatron does not read, so neither side"
+    assert words in run(saved, tmp_path / "back", model=str(folder), verify=True)[-1]

@@ -20,15 +20,27 @@ from megappo.formats.torch_dist import read_chunks
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def save_plainly(checkpoint: Path, target: Path) -> Path:
-    """The same tensors, each as one chunk."""
+def load_whole(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint in bfloat16, by key."""
     import torch.distributed.checkpoint as dcp
 
     shapes, _ = read_chunks(checkpoint)
     whole = {key: torch.empty(shape, dtype=torch.bfloat16) for key, shape in shapes.items()}
     dcp.load(whole, checkpoint_id=checkpoint, no_dist=True)
-    dcp.save(whole, checkpoint_id=target, no_dist=True)
-    return target
+    return whole
+
+
+def save_whole(tensors: dict[str, torch.Tensor], folder: Path) -> Path:
+    """A checkpoint with one chunk a tensor; returns its folder."""
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def save_plainly(checkpoint: Path, target: Path) -> Path:
+    """The same tensors, each as one chunk."""
+    return save_whole(load_whole(checkpoint), target)
 
 
 def test_a_checksum_of_parts_is_that_of_the_whole() -> None:

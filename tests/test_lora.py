@@ -166,9 +166,15 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path, folder: str) -> None:
     (tmp_path / "actor" / "lora.json").write_text('{"rank": 4, "alpha": 8.0, "targets": ["q_proj"]}')
     with pytest.raises(ModelError, match=r"tensor decoder.layers.mlp.linear_fc1\.weight is not part of the model"):
         convert(tmp_path / "actor", tmp_path / "peft", Options(to="peft", model=folder), print)
-    (tmp_path / "actor" / "lora.json").write_text('{"rank": "four"}')
-    with pytest.raises(ModelError, match=r"lora\.json: cannot be read"):
-        convert(tmp_path / "actor", tmp_path / "merged", Options(model=folder), print)
+    for damaged in (
+        '{"rank": "four"}',
+        '{"rank": 4, "alpha": NaN, "targets": ["q_proj"]}',
+        '{"rank": 0, "alpha": 8.0, "targets": ["q_proj"]}',
+        "[" * 100_000,
+    ):
+        (tmp_path / "actor" / "lora.json").write_text(damaged)
+        with pytest.raises(ModelError, match=r"lora\.json: cannot be read"):
+            convert(tmp_path / "actor", tmp_path / "merged", Options(model=folder), print)
     with pytest.raises(ModelError, match=r"--verify: is for weights that are the same on both sides, and DST will"):
         convert(tmp_path / "actor", tmp_path / "merged", Options(model=folder, verify=True), print)
     assert not list(tmp_path.glob("peft*")) and not list(tmp_path.glob("merged*"))

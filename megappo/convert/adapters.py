@@ -19,7 +19,7 @@ from megappo.convert.companions import Head, copy_companions, fit_config
 from megappo.convert.from_checkpoint import FromCheckpoint
 from megappo.convert.share import shared
 from megappo.formats.casts import OutOfRange, as_bytes, largest_of, overflows
-from megappo.formats.safetensors_files import Form, check_tensors, find_tensors, make_room, no_weights
+from megappo.formats.safetensors_files import Form, check_tensors, check_tied_head, find_tensors, make_room, no_weights
 from megappo.formats.stored import Stored, row_blocks
 from megappo.models.lora import FILE, Lora, factor_names, is_trained
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
@@ -96,6 +96,8 @@ class ToMerged(_Adapters):
         found = {name: stored.shape for name, stored in self.base.items()}
         needed = {name: shapes[name] for name in shapes if name not in self.forms}
         check_tensors(self.model_folder, found, needed)
+        if self.spec.tied_embeddings and not self.scalar_head:
+            check_tied_head(self.model_folder, self.base)
         if problems := no_weights(self.model_folder, {name: self.base[name] for name in needed}):
             raise ModelError(problems)
         (self.dtype, _), *_ = self.forms.values()
@@ -132,12 +134,15 @@ def _merge_piece(
     place, stored = places[name], trained.get(name) or base[name]
     before = stored.read(offset, size)
     weight = before.to(place.dtype.torch, copy=True)
+    if overflows(before, weight):
+        raise OutOfRange(name, place.dtype).refusal(folder, largest_of(as_bytes(before), stored.dtype))
     a, b = (trained.get(factor) for factor in factor_names(name))
     if a is not None and b is not None:
         b_or = b.read((offset[0], 0), (size[0], b.shape[1]))
         merge(weight, a.read((0, 0), a.shape), b_or, scale)
-    if overflows(before, weight):
-        raise OutOfRange(name, place.dtype).refusal(folder, largest_of(as_bytes(before), stored.dtype))
+        if overflows(before, weight):
+            fix = "give --dtype float32, or a checkpoint from before its adapters went wrong"
+            raise ModelError([f"tensor {name} is beyond {place.dtype} with its adapters merged into it: {fix}"])
     place.write(offset, weight)
 
 
@@ -145,6 +150,9 @@ def _read_lora(folder: Path) -> Lora:
     path = folder / FILE
     try:
         raw = json.loads(path.read_text())
-        return Lora(int(raw["rank"]), float(raw["alpha"]), tuple(map(str, raw["targets"])))
+        lora = Lora(int(raw["rank"]), float(raw["alpha"]), tuple(map(str, raw["targets"])))
+        if lora.rank < 1 or not 0 < lora.alpha < math.inf:
+            raise ValueError(f"rank {lora.rank}, alpha {lora.alpha}")
+        return lora
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError([f"{path}: cannot be read ({error!r}): copy the checkpoint again"]) from None

@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 from pathlib import Path
 
-from megappo.formats.dtypes import Dtype
+from megappo.formats.dtypes import FLOATS, Dtype
 from megappo.formats.torch_dist import Chunk
 from megappo.models.spec import ModelError
 
@@ -32,8 +32,8 @@ def check_cover(folder: Path, chunks: Sequence[Chunk], shapes: Mapping[str, tupl
         f"{folder}: lacks {count} elements of {key}: save it again" for key, count in missing.items() if count > 0
     ]
     problems += [
-        f"{folder}: tensor {key} is of an unknown dtype: save it as 16- or 32-bit floats"
-        for key in sorted({chunk.key for chunk in chunks if not isinstance(chunk.dtype, Dtype)})
+        f"{folder}: tensor {key} is {dtype}: save it as 16- or 32-bit floats"
+        for key, dtype in sorted({(chunk.key, _named(chunk.dtype)) for chunk in chunks if chunk.dtype not in FLOATS})
     ]
     problems += [
         f"{folder}/.metadata: chunks of {key} overlap or lie outside of it: copy the checkpoint again"
@@ -42,6 +42,10 @@ def check_cover(folder: Path, chunks: Sequence[Chunk], shapes: Mapping[str, tupl
     ]
     if problems:
         raise ModelError(problems)
+
+
+def _named(dtype: object) -> str:
+    return dtype.name if isinstance(dtype, Dtype) else "of an unknown dtype"
 
 
 def _corners(offset: Sequence[int], size: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:

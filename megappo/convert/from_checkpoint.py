@@ -199,7 +199,7 @@ def _parts(chunk: Chunk, kinds: Mapping[str, Mapping[tuple[int, ...], MegatronTe
 
 def _layer_apart(key: str) -> tuple[str, tuple[int, ...]]:
     """The key for all layers, and which one it is where the checkpoint has a key for each."""
-    match = re.match(r"decoder\.layers\.(\d+)\.", key)
+    match = re.match(r"decoder\.layers\.(0|[1-9][0-9]*)\.", key)
     return (f"decoder.layers.{key[match.end() :]}", (int(match[1]),)) if match else (key, ())
 
 

@@ -18,12 +18,11 @@ from megappo.convert.write_back import start_writing_back
 from megappo.formats.archives import LIMIT
 from megappo.formats.casts import OutOfRange
 from megappo.formats.dtypes import Dtype
-from megappo.formats.safetensors_files import check_tensors, find_tensors, no_weights
-from megappo.formats.stored import Files, Stored, copy_block, largest, prepare, row_blocks, same_bytes
+from megappo.formats.safetensors_files import check_tensors, check_tied_head, find_tensors, no_weights
+from megappo.formats.stored import Files, Stored, copy_block, largest, prepare, row_blocks
 from megappo.formats.torch_dist import NOTHING, Chunk, ChunkFile, Place, write_metadata
 from megappo.layout.legality import expert_problems, megatron_model_problems
 from megappo.layout.mesh import Layout, model_chunks
-from megappo.models.parameters import EMBEDDING, LM_HEAD
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
 from megappo.reshard.megatron_tensors import MegatronTensor, megatron_tensors, stacked_shapes
 
@@ -76,7 +75,7 @@ class ToMegatron:
         expected = self.spec.hf_shapes(scalar_head=self.scalar_head)
         check_tensors(folder, {name: stored.shape for name, stored in self.found.items()}, expected)
         if self.spec.tied_embeddings and not self.scalar_head:
-            _check_tied(folder, self.found)
+            check_tied_head(folder, self.found)
         problems = [f"--{text}" for text in megatron_model_problems(self.spec, layout.tp, layout.pp, layout.vpp)]
         if layout.vpp > 1 == layout.pp:
             problems.append(f"--vpp {layout.vpp}: chunks are of several pipeline stages: leave it out, or raise --pp")
@@ -155,22 +154,6 @@ class ToMegatron:
             file.seek(begin)
             file.write(NOTHING * len(objects))
         return chunks, objects
-
-
-def _check_tied(folder: Path, found: Mapping[str, Stored]) -> None:
-    """A head that is written out beside the embedding, though config.json says that they are one.
-
-    Raises:
-        ModelError: it is another, which transformers would use, and Megatron and vLLM would not.
-    """
-    (embedding,), (head,) = EMBEDDING.hf, LM_HEAD.hf
-    if head in found and not same_bytes(found[embedding], found[head]):
-        raise ModelError(
-            [
-                f"{folder}: tensor {head} is not {embedding}, as tie_word_embeddings of config.json says: remove the "
-                "tensor, or give tie_word_embeddings false"
-            ]
-        )
 
 
 def _dtypes(

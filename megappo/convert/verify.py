@@ -44,6 +44,8 @@ def verify(folder: Path, checkpoint: Path, *, to_hf: bool, processes: int) -> st
         return f"{words} ({weights / 1e9:.1f}e9 weights are too many to run the model on both sides)"
     if sides.spec.num_experts:
         return f"{words} (mixtures of experts are not run on both sides)"
+    if not (checkpoint / "metadata.json").is_file():
+        return f"{words} (plain torch wrote the checkpoint, which Megatron does not read, so neither side was run)"
     warnings.filterwarnings("ignore", module="megatron")  # it warns of what is not installed, and is not needed here
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # of what Megatron calls in it
     from megappo.convert.outputs import largest_difference

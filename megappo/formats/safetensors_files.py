@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megappo.formats.dtypes import DTYPES, FLOATS, Dtype
-from megappo.formats.stored import Stored
+from megappo.formats.stored import Stored, same_bytes
+from megappo.models.parameters import EMBEDDING, LM_HEAD
 from megappo.models.spec import ModelError
 
 IGNORED = ("rotary_emb.inv_freq",)
@@ -123,6 +124,22 @@ def check_tensors(
         more = [f"{folder}: {len(problems) - MOST_NAMED} more tensors are so"] if len(problems) > MOST_NAMED else []
         fix = f"{folder}: give the config.json that the weights belong to, or weights that are whole"
         raise ModelError([*sorted(problems)[:MOST_NAMED], *more, fix])
+
+
+def check_tied_head(folder: str | Path, found: Mapping[str, Stored]) -> None:
+    """A head that is written out beside the embedding, though config.json says that they are one.
+
+    Raises:
+        ModelError: it is another, which transformers would use, and Megatron and vLLM would not.
+    """
+    (embedding,), (head,) = EMBEDDING.hf, LM_HEAD.hf
+    if head in found and not same_bytes(found[embedding], found[head]):
+        raise ModelError(
+            [
+                f"{folder}: tensor {head} is not {embedding}, as tie_word_embeddings of config.json says: remove the "
+                "tensor, or give tie_word_embeddings false"
+            ]
+        )
 
 
 def no_weights(folder: str | Path, tensors: Mapping[str, Stored]) -> list[str]:
