@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -274,3 +275,21 @@ def test_a_terminated_conversion_leaves_nothing(tmp_path: Path, processes: str) 
     command = [sys.executable, "-c", script, str(folder), str(tmp_path / "out"), "--processes", processes]
     assert subprocess.run(command, env=environment, check=False).returncode == 130
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_nobody_waits_for_a_process_that_is_gone(tmp_path: Path) -> None:
+    """Those that shared its work end too, also with more to tell than a pipe takes: they hold the lock till then."""
+    script = (
+        "import os, signal, time\n"
+        "from megappo.convert.share import shared\n"
+        "def work(number):\n"
+        "    time.sleep(0.5 * number)\n"
+        "    if number == 0:\n"
+        "        os.kill(os.getppid(), signal.SIGKILL)\n"
+        "    return bytes(2**20)\n"
+        "shared(work, [0, 1, 2], [1, 1, 1], 3)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    # Their output ends when the last of them does.
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, timeout=20, check=False)
+    assert done.returncode == -signal.SIGKILL and done.stderr == b""

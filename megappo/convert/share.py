@@ -52,13 +52,14 @@ def shared(
         shares[least].append(number)
         loads[least] += sizes[number]
     context = multiprocessing.get_context("fork")  # started at once, and what is imported stays shared
-    started = []
+    started: list[tuple[Any, Connection]] = []
     try:
         for place, share in enumerate(shares):
             ours, theirs = context.Pipe(duplex=False)
             start = len(share) * place // processes  # each begins elsewhere: a file has one writer at a time
             share = sorted(share)[start:] + sorted(share)[:start]
-            process = context.Process(target=_work, args=(work, items, share, theirs, os.getpid()))
+            readers = [ours, *(reader for _, reader in started)]
+            process = context.Process(target=_work, args=(work, items, share, theirs, readers, os.getpid()))
             process.start()
             theirs.close()
             started.append((process, ours))
@@ -87,18 +88,31 @@ def _one_by_one(work: Callable[[Item], Any], items: Sequence[Item], often: Calla
             last = time.monotonic()
 
 
-def _work(work: Callable[[Any], Any], items: Sequence[Any], share: list[int], pipe: Connection, parent: int) -> None:
+def _work(
+    work: Callable[[Any], Any],
+    items: Sequence[Any],
+    share: list[int],
+    pipe: Connection,
+    readers: Sequence[Connection],
+    parent: int,
+) -> None:
+    for reader in readers:
+        reader.close()  # or a pipe that nobody reads any more would be waited for, with the lock held
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+    answer: dict[int, Any] | BaseException
     try:
-        done = {}
+        answer = {}
         for number in share:
             if os.getppid() != parent:
                 os._exit(1)  # whoever started this was killed: what it left may be begun again by others
-            done[number] = work(items[number])
-        pipe.send(done)
+            answer[number] = work(items[number])
     except BaseException as error:
-        pipe.send(error)
+        answer = error
+    try:
+        pipe.send(answer)
+    except BrokenPipeError:
+        os._exit(1)
 
 
 def _received(process: Any, pipe: Connection) -> dict[int, Any]:
