@@ -232,6 +232,12 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stored.path.write_bytes(content)
     assert main(["convert", str(folder), str(checkpoint), "--tp", "2", "--verify"]) == 1
     assert "error: 1 tensors differ between" in capsys.readouterr().err
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attention_dropout": "x"}))
+    assert main(["convert", str(folder), str(tmp_path / "other"), "--verify"]) == 1
+    said = capsys.readouterr().err
+    assert f"error: weights of {folder} and {tmp_path}/other are equal, but the model cannot be run (" in said
+    assert said.endswith("): mend config.json, or leave out --verify\n") and "attention_dropout" in said
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------

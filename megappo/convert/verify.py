@@ -31,7 +31,7 @@ def verify(folder: Path, checkpoint: Path, *, to_hf: bool, processes: int) -> st
             the one that was made must be what the other rounds to.
 
     Raises:
-        VerifyError: they differ; names the tensors, or the largest difference of outputs.
+        VerifyError: they differ; names the tensors, or the largest difference of outputs. Or a side cannot be run.
     """
     sides = ToHuggingFace(checkpoint, folder, None, 1, 1)
     compare = partial(_differing, checkpoint, find_tensors(folder), to_hf)
@@ -50,7 +50,14 @@ def verify(folder: Path, checkpoint: Path, *, to_hf: bool, processes: int) -> st
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # of what Megatron calls in it
     from megappo.convert.outputs import largest_difference
 
-    difference, tolerance = largest_difference(folder, checkpoint, scalar_head=sides.scalar_head)
+    try:
+        difference, tolerance = largest_difference(folder, checkpoint, scalar_head=sides.scalar_head)
+    except Exception as error:  # of any kind, since it comes from transformers or Megatron
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise VerifyError(
+            f"weights of {folder} and {checkpoint} are equal, but the model cannot be run ({said}): mend config.json, "
+            "or leave out --verify"
+        ) from error
     what = "values" if sides.scalar_head else "logits"
     if not difference <= tolerance:
         raise VerifyError(
