@@ -117,6 +117,34 @@ def test_what_a_kill_while_replacing_left(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "model"]
 
 
+def test_what_was_half_removed_is_not_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one before is removed at the end; killed in there, the new one may be gone too before the next begins."""
+    folder, target = make(tmp_path / "model"), tmp_path / "checkpoint"
+    run(folder, target)
+    unlink = Path.unlink
+
+    def die(path: Path, **options: Any) -> None:
+        unlink(path, **options)
+        if path.parent.name == "checkpoint.partial.old":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "unlink", die)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, target, tp=2, overwrite=True)
+    monkeypatch.undo()
+    assert (tmp_path / "checkpoint.partial.old").is_dir()
+    assert "nothing to do" in run(folder, target, tp=2)[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "model"]  # the leftover is gone
+    monkeypatch.setattr(Path, "unlink", die)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, target, overwrite=True)
+    monkeypatch.undo()
+    shutil.rmtree(target)
+    with pytest.raises(RuntimeError), destination.writing(target, {}):
+        raise RuntimeError
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_an_interruption_while_replacing_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, target = make(tmp_path / "model"), tmp_path / "checkpoint"
     run(folder, target)

@@ -293,3 +293,16 @@ def test_nobody_waits_for_a_process_that_is_gone(tmp_path: Path) -> None:
     # Their output ends when the last of them does.
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, timeout=20, check=False)
     assert done.returncode == -signal.SIGKILL and done.stderr == b""
+
+
+def test_an_interrupt_is_for_whoever_shared_the_work(tmp_path: Path) -> None:
+    """Ctrl-C reaches the others too, be it before they have begun: they say nothing of it, and are ended with it."""
+    script = (
+        "import os, signal\n"
+        "from megappo.convert.share import shared\n"
+        "os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "assert shared(lambda number: number, [1, 2, 3], [1, 1, 1], 3) == [1, 2, 3]\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, timeout=20, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")

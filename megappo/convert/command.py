@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megappo.convert.destination import check_destination, destination_folder, is_made, places, writing
+from megappo.convert.destination import check_destination, destination_folder, is_made, places, tidy, writing
 from megappo.convert.from_checkpoint import FromCheckpoint
 from megappo.convert.options import Made, Options
 from megappo.convert.source import Source, find_source, has_adapters
@@ -36,6 +36,7 @@ def convert(source: str | Path, destination: str | Path, options: Options, say: 
         _check(found, folder, options)
         record = _record(found, options)
     if is_made(folder, record):
+        tidy(folder)
         say(f"{folder}: is there already, made from the same: nothing to do")
     else:
         _write(found, folder, options, record, say)

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +17,8 @@ from megappo.models.spec import ModelError
 
 RECORD = ".megappo-convert.json"
 LOCK = ".lock"
+GONE = ".gone"
+"""In a folder that is being removed."""
 MADE = "made"
 """In the record: the sizes of the files."""
 MODEL = (RECORD, "config.json", "adapter_config.json", ".metadata")
@@ -85,7 +87,7 @@ def check_destination(folder: Path, *, overwrite: bool, needed_bytes: int) -> No
             raise ModelError([f"{folder}: is no model, so it is not overwritten: remove it, or choose another DST"])
     if folder.is_mount():
         raise ModelError([f"{folder}: is where a disk is mounted, so nothing can take its place: name a folder in it"])
-    for path, ours in ((_partial(folder), (LOCK, RECORD)), (_replaced(folder), MODEL)):
+    for path, ours in ((_partial(folder), (LOCK, RECORD)), (_replaced(folder), (*MODEL, GONE))):
         taken = path.is_symlink() or path.exists()
         known = path.is_dir() and (_is_empty(path) or any((path / name).exists() for name in ours))
         if taken and (path.is_symlink() or not known):
@@ -111,8 +113,45 @@ def writing(folder: Path, record: Mapping[str, Any]) -> Iterator[Path]:
         ModelError: another process is writing it.
     """
     partial, replaced = _partial(folder), _replaced(folder)
+    with _locked(partial) as lock:
+        _empty(partial, but=LOCK)
+        _settle(folder)
+        try:
+            yield partial
+            (partial / RECORD).write_text(json.dumps({**record, MADE: _sizes(partial)}, indent=1))
+            sync_tree(partial)
+            if folder.is_dir():
+                folder.rename(replaced)
+            partial.rename(folder)
+        except BaseException:
+            if not folder.exists():  # interrupted between the two
+                _settle(folder)
+            if _is_at(lock, partial / LOCK):
+                _unlock(partial)
+            raise
+        # The lock came along and is held till here, so that nobody could begin in a folder that was about to move.
+        (folder / LOCK).unlink(missing_ok=True)
+        _settle(folder)
+
+
+def tidy(folder: Path) -> None:
+    """Remove what a conversion that was killed right after its end had yet to remove, unless another is at it."""
+    partial, replaced = _partial(folder), _replaced(folder)
+    if not any((replaced / name).exists() for name in (*MODEL, GONE)) or partial.exists():
+        return
+    with suppress(ModelError, OSError), _locked(partial):
+        _settle(folder)
+        _unlock(partial)
+
+
+@contextmanager
+def _locked(partial: Path) -> Iterator[IO[str]]:
+    """The lock on a folder, which is made. Processes that share the work inherit it: it is held until all have ended.
+
+    Raises:
+        ModelError: another process has it.
+    """
     partial.mkdir(parents=True, exist_ok=True)
-    # Processes that share the work inherit the lock: it is held until the last of them has ended.
     with (partial / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -122,30 +161,28 @@ def writing(folder: Path, record: Mapping[str, Any]) -> Iterator[Path]:
             taken = not _is_at(lock, partial / LOCK)  # the other was done between our two calls
         if taken:
             raise ModelError([f"{partial}: another process is writing it: wait for its end"])
-        _remove_all_but_lock(partial)
-        if folder.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-        elif replaced.is_dir():
-            replaced.rename(folder)
-        try:
-            yield partial
-            (partial / RECORD).write_text(json.dumps({**record, MADE: _sizes(partial)}, indent=1))
-            sync_tree(partial)
-            if folder.is_dir():
-                folder.rename(replaced)
-            partial.rename(folder)
-        except BaseException:
-            if replaced.is_dir() and not folder.exists():  # interrupted between the two
-                replaced.rename(folder)
-            if _is_at(lock, partial / LOCK):
-                _remove_all_but_lock(partial)
-                (partial / LOCK).unlink()
-                partial.rmdir()
-            raise
-        # The lock came along and is held till here, so that nobody could begin in a folder that was about to move.
-        (folder / LOCK).unlink()
-        if replaced.is_dir():
-            shutil.rmtree(replaced)
+        yield lock
+
+
+def _unlock(partial: Path) -> None:
+    """Remove a folder whose lock is ours."""
+    _empty(partial, but=LOCK)
+    (partial / LOCK).unlink()
+    partial.rmdir()
+
+
+def _settle(folder: Path) -> None:
+    """Put back what was to be replaced, or remove it where something is in its place, or where that had begun."""
+    replaced = _replaced(folder)
+    if not replaced.is_dir():
+        return
+    if not folder.exists() and not (replaced / GONE).exists():
+        replaced.rename(folder)
+        return
+    (replaced / GONE).touch()
+    _empty(replaced, but=GONE)
+    (replaced / GONE).unlink()
+    replaced.rmdir()
 
 
 def places(folder: Path) -> tuple[Path, ...]:
@@ -174,7 +211,7 @@ def _is_at(file: IO[str], path: Path) -> bool:
         return False
 
 
-def _remove_all_but_lock(partial: Path) -> None:
-    for path in partial.iterdir():
-        if path.name != LOCK:
+def _empty(folder: Path, *, but: str) -> None:
+    for path in folder.iterdir():
+        if path.name != but:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

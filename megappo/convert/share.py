@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 Item = TypeVar("Item")
 
 OFTEN_S = 0.1
+STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 class ShareError(RuntimeError):
@@ -60,7 +62,11 @@ def shared(
             share = sorted(share)[start:] + sorted(share)[:start]
             readers = [ours, *(reader for _, reader in started)]
             process = context.Process(target=_work, args=(work, items, share, theirs, readers, os.getpid()))
-            process.start()
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # until it knows what to do of them
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
             started.append((process, ours))
         meanwhile()
@@ -96,6 +102,9 @@ def _work(
     readers: Sequence[Connection],
     parent: int,
 ) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this ends it too
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     for reader in readers:
         reader.close()  # or a pipe that nobody reads any more would be waited for, with the lock held
     if torch := sys.modules.get("torch"):
