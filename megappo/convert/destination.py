@@ -131,7 +131,7 @@ def writing(folder: Path, record: Mapping[str, Any]) -> Iterator[Path]:
             raise
         # The lock came along and is held till here, so that nobody could begin in a folder that was about to move.
         (folder / LOCK).unlink(missing_ok=True)
-        _settle(folder)
+        _remove(replaced)
 
 
 def tidy(folder: Path) -> None:
@@ -174,15 +174,19 @@ def _unlock(partial: Path) -> None:
 def _settle(folder: Path) -> None:
     """Put back what was to be replaced, or remove it where something is in its place, or where that had begun."""
     replaced = _replaced(folder)
-    if not replaced.is_dir():
-        return
-    if not folder.exists() and not (replaced / GONE).exists():
+    if replaced.is_dir() and not folder.exists() and not (replaced / GONE).exists():
         replaced.rename(folder)
-        return
-    (replaced / GONE).touch()
-    _empty(replaced, but=GONE)
-    (replaced / GONE).unlink()
-    replaced.rmdir()
+    else:
+        _remove(replaced)
+
+
+def _remove(replaced: Path) -> None:
+    """Remove it, if it is there, so that it cannot be put back once that has begun."""
+    if replaced.is_dir():
+        (replaced / GONE).touch()
+        _empty(replaced, but=GONE)
+        (replaced / GONE).unlink()
+        replaced.rmdir()
 
 
 def places(folder: Path) -> tuple[Path, ...]:
