@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -158,9 +159,19 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
     if not Path(folder).is_dir():
         raise ModelError([f"{folder}: no such folder: give the path of a Hugging Face model folder"])
     try:
-        raw = json.loads(path.read_text())
+        written = path.stat()
     except FileNotFoundError:
         raise ModelError([f"{folder}: has no config.json: give the path of a Hugging Face model folder"]) from None
+    except OSError as error:
+        raise ModelError([f"{path}: cannot be read as JSON ({error}): copy it again"]) from None
+    return _read(path, (written.st_ino, written.st_mtime_ns, written.st_size))
+
+
+@lru_cache(maxsize=64)  # a search for layouts asks for the same ten thousand times
+def _read(path: Path, stamp: tuple[int, ...]) -> ModelSpec:
+    """Of the file as it was written at one time."""
+    try:
+        raw = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError([f"{path}: cannot be read as JSON ({error}): copy it again"]) from None
     if not isinstance(raw, dict):
