@@ -277,7 +277,13 @@ def test_a_terminated_conversion_leaves_nothing(tmp_path: Path, processes: str) 
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_nobody_waits_for_a_process_that_is_gone(tmp_path: Path) -> None:
+def run_to_the_end(script: str) -> subprocess.CompletedProcess[bytes]:
+    """A process and those that it started: their output ends when the last of them does."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, timeout=20, check=False)
+
+
+def test_nobody_waits_for_a_process_that_is_gone() -> None:
     """Those that shared its work end too, also with more to tell than a pipe takes: they hold the lock till then."""
     script = (
         "import os, signal, time\n"
@@ -289,13 +295,11 @@ def test_nobody_waits_for_a_process_that_is_gone(tmp_path: Path) -> None:
         "    return bytes(2**20)\n"
         "shared(work, [0, 1, 2], [1, 1, 1], 3)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
-    # Their output ends when the last of them does.
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, timeout=20, check=False)
+    done = run_to_the_end(script)
     assert done.returncode == -signal.SIGKILL and done.stderr == b""
 
 
-def test_an_interrupt_is_for_whoever_shared_the_work(tmp_path: Path) -> None:
+def test_an_interrupt_is_for_whoever_shared_the_work() -> None:
     """Ctrl-C reaches the others too, be it before they have begun: they say nothing of it, and are ended with it."""
     script = (
         "import os, signal\n"
@@ -303,6 +307,5 @@ def test_an_interrupt_is_for_whoever_shared_the_work(tmp_path: Path) -> None:
         "os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGINT))\n"
         "assert shared(lambda number: number, [1, 2, 3], [1, 1, 1], 3) == [1, 2, 3]\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, timeout=20, check=False)
+    done = run_to_the_end(script)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import ceil
 
 from megappo.config import TRAINED, Config
-from megappo.layout.communicators import LIBRARY, group_memory, pair_memory
+from megappo.layout.communicators import group_memory, pair_memory, with_library
 from megappo.layout.mesh import Layout
 
 
@@ -26,7 +26,7 @@ def pool_communicators(config: Config, pool: str, layouts: Mapping[str, Layout],
         training += pair_memory(sends, receives=False)
     if config.roles.rollout.pool == pool:
         serving = pair_memory(receives, receives=True)
-    return sum(LIBRARY + own for own in (training, serving) if own)
+    return with_library(training, serving)
 
 
 def sync_peers(config: Config, actor: Layout) -> tuple[int, int]:

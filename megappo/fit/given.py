@@ -20,7 +20,7 @@ from megappo.fit.devices import (
     turn_problems,
 )
 from megappo.fit.host import away, node_problems
-from megappo.layout.communicators import LIBRARY, group_memory
+from megappo.layout.communicators import group_memory, with_library
 from megappo.layout.memory import CONTEXT, WORKSPACE, RoleMemory, RoleUse, parts, role_memory
 from megappo.layout.mesh import Layout
 from megappo.models.parameters import megatron_vocabulary
@@ -32,8 +32,8 @@ SCORING = ("actor", "reference", "reward")
 
 def _common(layouts: Iterable[Layout], *, trained: bool) -> dict[str, dict[str, int]]:
     fixed = {"contexts": CONTEXT, "workspaces": WORKSPACE}
-    if nccl := sum(group_memory(layout, trained=trained) for layout in layouts):
-        fixed["NCCL"] = LIBRARY + nccl
+    if nccl := with_library(sum(group_memory(layout, trained=trained) for layout in layouts)):
+        fixed["NCCL"] = nccl
     return {"all processes": fixed}
 
 

@@ -29,6 +29,11 @@ PAIR, SENDING, RECEIVING = 4 * MIB, 8 * MIB, 16 * MIB
 516, 260 and 132 to receive)."""
 
 
+def with_library(*processes: int) -> int:
+    """Bytes on a device, of what its processes' communicators take: each that has any has NCCL's code as well."""
+    return sum(LIBRARY + own for own in processes if own)
+
+
 def pair_channels(peers: int) -> int:
     """Channels to each peer, so that a rank's communicators are bounded however many ranks it talks to: a receiver's
     take 0.5 GiB for one peer, 1 GiB for two to 32, and 36 MiB a peer beyond."""

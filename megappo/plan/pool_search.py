@@ -9,7 +9,7 @@ from itertools import product
 
 from megappo.config import Config, MegatronRoleConfig, Offload, PoolConfig, Recompute, RolloutConfig, Sleep
 from megappo.fit.devices import fullest_stage, rollout_memory
-from megappo.layout.communicators import LIBRARY, group_memory, pair_memory
+from megappo.layout.communicators import group_memory, pair_memory, with_library
 from megappo.layout.devices import DeviceProfile
 from megappo.layout.engine_memory import EngineMemory
 from megappo.layout.legality import divisors, fp8_problems, megatron_tp, rollout_tp
@@ -210,7 +210,7 @@ class PoolSearch:
         training = sum(choice.communicators for choice in choices) + sends * pair_memory(SYNC_PEERS, receives=False)
         receives = "rollout" in names and not ("actor" in names and devices == 1)
         serving = receives * pair_memory(SYNC_PEERS, receives=True)
-        return sum(LIBRARY + own for own in (training, serving) if own)
+        return with_library(training, serving)
 
     def _engine(
         self, tp: int, share: float, sleep: Sleep, devices: int, shared: bool
