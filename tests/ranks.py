@@ -20,8 +20,17 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["preload"])
 
 
-def run_ranks(world: int, target: Callable[..., Any], *args: Any, timeout_s: float = 600) -> list[Any]:
-    """Call ``target(*args)`` on every rank; the results by rank. The first failure ends all, with its traceback."""
+def run_ranks(
+    world: int,
+    target: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 600,
+    one_died: Callable[[], None] = lambda: None,
+) -> list[Any]:
+    """Call ``target(*args)`` on every rank; the results by rank. The first failure ends all, with its traceback.
+
+    ``one_died`` is called between the death of a process and the end of all others.
+    """
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -46,6 +55,7 @@ def run_ranks(world: int, target: Callable[..., Any], *args: Any, timeout_s: flo
                 try:
                     ok, value = pipes[rank].recv()
                 except EOFError:
+                    one_died()
                     raise AssertionError(f"rank {rank} died") from None
                 if not ok:
                     raise AssertionError(f"rank {rank} of {world}:\n{value}")
