@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from megappo.bench import multigpu, multigpu_layouts
+from megappo.bench import multigpu, multigpu_layouts, reshard_ways
+from megappo.bench.shapes import qwen_spec
 from megappo.bench.table import BenchError
+from megappo.layout.mesh import Layout
+from megappo.reshard.actor_to_rollout import TransferSpec
 
 pytestmark = pytest.mark.ranks
 
@@ -48,6 +51,22 @@ def test_every_part_comes_to_its_table(tmp_path: Path) -> None:
     assert 0 < busy["serve"] < 1 and 0 < busy["train"] < 1
     log = (tmp_path / "tiny-multigpu" / "run" / "log.jsonl").read_text()
     assert len(re.findall(r'"step":', log)) == multigpu.multigpu_run.ON_CPU.steps
+
+
+def test_weights_that_do_not_fit_are_left_out() -> None:
+    """32.76 billion parameters: 61 GiB on one device that sends all, half of it on each worker of an engine of two."""
+    assert multigpu.lacking("32b", 2, 80 << 30) == "89 GiB a device are needed, and there are 80"
+    assert not multigpu.lacking("32b", 2, 90 << 30)
+    assert not multigpu.lacking("32b", 8, 80 << 30)
+
+
+def test_bare_messages_longer_than_their_memory_are_as_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reshard_ways, "BARE_BYTES", 1000)
+    transfer = TransferSpec(qwen_spec("tiny"), Layout(), 1, 1, fused_norms=True)
+    for rank in range(2):
+        messages = reshard_ways.BareMessages(rank, transfer.part(rank), torch.bfloat16).messages
+        sizes = [buffer.nbytes for _, _, buffer in messages]
+        assert sum(sizes) == 2 * transfer.elements() and set(sizes[:-1]) == {1000} and 0 < sizes[-1] <= 1000
 
 
 EXACT = {0: np.array([-1.0, -2.0]), 1: np.array([-3.0])}

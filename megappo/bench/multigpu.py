@@ -14,8 +14,8 @@ from megappo.bench.shapes import add_tokenizer, make_qwen
 from megappo.bench.table import BenchError, show
 
 SIZES = ("0.5b", "1.5b", "tiny")
-SYNCED = {"0.5b": ("1.5b", "7b"), "1.5b": ("1.5b", "7b"), "tiny": ("tiny",)}
-"""Shapes whose weights are sent, by the size of the model that is trained."""
+SYNCED = {"0.5b": ("1.5b", "7b", "32b"), "1.5b": ("1.5b", "7b", "32b"), "tiny": ("tiny",)}
+"""Shapes whose weights are sent, by the size of the model that is trained, where they fit."""
 
 CPU_RANKS = 2
 
@@ -41,7 +41,18 @@ def run(size: str, folder: str, out: str | None) -> None:
     print_part(f"{size} at every layout, against one rank", multigpu_layouts.measure(model, world))
     print_part(f"update of {size}, tokens/s", multigpu_scaling.measure(model, world, on_cuda=on_cuda))
     for shape in SYNCED[size]:
+        if on_cuda and (lack := lacking(shape, world, torch.cuda.get_device_properties(0).total_memory)):
+            print(f"weights of {shape} to other devices: left out, {lack}")
+            continue
         print_part(f"weights of {shape} to other devices", multigpu_sync.measure(shape, world, on_cuda=on_cuda))
     phases, pools = multigpu_run.measure(model, Path(folder) / f"{size}-multigpu", world, on_cuda=on_cuda)
     print_part("a whole step on separate pools, seconds", phases)
     print_part("how busy each pool was", pools)
+
+
+def lacking(shape: str, world: int, memory: int) -> str:
+    """Why the weights of a shape cannot be sent between devices of so many bytes; empty if they can."""
+    needed = multigpu_sync.weight_bytes(shape, world) + multigpu_sync.BESIDE_BYTES
+    if needed <= memory:
+        return ""
+    return f"{needed / 2**30:.0f} GiB a device are needed, and there are {memory / 2**30:.0f}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from megappo.bench.multigpu_layouts import outside_torch
 from megappo.bench.ranks import on_ranks
-from megappo.bench.reshard_ways import BareMessages, GatherThenBroadcast, make_params, own_boxes
+from megappo.bench.reshard_ways import BARE_BYTES, BareMessages, GatherThenBroadcast, make_params, own_boxes
 from megappo.bench.shapes import qwen_spec
 from megappo.bench.table import BenchError
 from megappo.layout.mesh import Layout
@@ -25,6 +26,15 @@ LAYOUTS = {2: (Layout(), 1, 1), 4: (Layout(tp=2), 1, 2), 8: (Layout(tp=2, pp=2),
 WAYS = ("ours", "gather, broadcast", "bare messages")
 ROUNDS, LIMIT_S = 7, 300.0
 
+BESIDE_BYTES = BARE_BYTES + (12 << 30)
+"""That a device needs beside the weights: for bare messages, for the largest tensor whole, and for CUDA and NCCL."""
+
+
+def weight_bytes(size: str, world: int) -> int:
+    """That the device with the largest part holds, in bfloat16."""
+    transfer = _transfer(size, world, fused_norms=True)
+    return 2 * max(sum(prod(box.size) for box in own_boxes(transfer, rank)) for rank in range(world))
+
 
 def measure(size: str, world: int, *, on_cuda: bool) -> list[dict[str, float | str]]:
     """One row a way; the median of all rounds but the first, which makes communicators and buckets. Ours verifies as a
@@ -33,9 +43,7 @@ def measure(size: str, world: int, *, on_cuda: bool) -> list[dict[str, float | s
     Raises:
         BenchError: weights did not arrive, or more was sent than has to be.
     """
-    actor, engines, tp = LAYOUTS[world]
-    places = tuple(("here", str(rank)) for rank in range(world))
-    transfer = TransferSpec(qwen_spec(size), actor, engines, tp, fused_norms=on_cuda, places=places, forward=True)
+    transfer = _transfer(size, world, fused_norms=on_cuda)
     store = host_store("127.0.0.1", LIMIT_S)
     dtype = torch.bfloat16 if on_cuda else torch.float32
     answers = on_ranks(world, sync_all_ways, transfer, dtype, Meeting("127.0.0.1", store.port, LIMIT_S, "sample"))
@@ -68,9 +76,7 @@ def sync_all_ways(transfer: TransferSpec, dtype: torch.dtype, meeting: Meeting) 
 
     rank, where = dist.get_rank(), device()
     sends = rank < transfer.actor.world
-    params = {
-        name: param.to(where) for name, param in make_params(own_boxes(transfer, rank), dtype, values=sends).items()
-    }
+    params = make_params(own_boxes(transfer, rank), dtype, sends, where)
     endpoint = Endpoint(transfer, rank, params, meeting)
     ways: Mapping[str, Callable[[int], Any]] = {
         "ours": lambda version: endpoint.sync(version, params),
@@ -90,11 +96,17 @@ def sync_all_ways(transfer: TransferSpec, dtype: torch.dtype, meeting: Meeting) 
         out["seconds"][name] = rest[len(rest) // 2]
         out["extra"][name] = torch.cuda.max_memory_allocated() - before if where.type == "cuda" else 0
         out["outside"][name] = outside_torch() - outside
-        out["sums"][name] = {key: float(param.double().sum()) for key, param in params.items()}
+        out["sums"][name] = {key: float(param.sum(dtype=torch.float64)) for key, param in params.items()}
         if name == "ours":
             receipt = out["received"][name]
             out["mismatches"], out["received"][name] = receipt.mismatches, receipt.received
     return out
+
+
+def _transfer(size: str, world: int, *, fused_norms: bool) -> TransferSpec:
+    actor, engines, tp = LAYOUTS[world]
+    places = tuple(("here", str(rank)) for rank in range(world))
+    return TransferSpec(qwen_spec(size), actor, engines, tp, fused_norms=fused_norms, places=places, forward=True)
 
 
 def _method(way: Callable[[Any], int], params: Any) -> Callable[[int], int]:

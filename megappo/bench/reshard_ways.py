@@ -1,7 +1,7 @@
 """Three ways to bring weights from training ranks to engine workers, between the same CPU processes.
 
 Ours; whole tensors put together on one rank and broadcast to every worker, as other systems do; and bare messages of
-the same bytes: one from each sender to each receiver that it serves, out of and into memory that is there already.
+the same bytes: from each sender to each receiver that it serves, out of and into memory that is there already.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from megappo.reshard.transfer import source_block
 Params = Mapping[str, torch.Tensor]
 CPU = torch.device("cpu")
 
+BARE_BYTES = 16 << 30
+"""Longest bare message: that of a 7B model is one."""
+
 
 def own_boxes(transfer: TransferSpec, rank: int) -> Sequence[Box]:
     """What a rank of the transfer group holds."""
@@ -31,18 +34,21 @@ def own_boxes(transfer: TransferSpec, rank: int) -> Sequence[Box]:
     ]
 
 
-def make_params(boxes: Sequence[Box], dtype: torch.dtype, values: bool) -> dict[str, torch.Tensor]:
+def make_params(
+    boxes: Sequence[Box], dtype: torch.dtype, values: bool, device: torch.device = CPU
+) -> dict[str, torch.Tensor]:
     """Parameters that the boxes fit into: of zeros, or of numbers that follow from the place in the global tensor."""
     ends: dict[str, tuple[int, ...]] = {}
     for box in boxes:
         end = tuple(low + size for low, size in zip(box.local_offset, box.size, strict=True))
         ends[box.param] = tuple(map(max, end, ends.get(box.param, end)))
-    params = {name: torch.zeros(end, dtype=dtype) for name, end in ends.items()}
+    params = {name: torch.zeros(end, dtype=dtype, device=device) for name, end in ends.items()}
     for box in boxes if values else ():
-        rows = torch.arange(box.offset[0], box.offset[0] + box.size[0])
+        rows = torch.arange(box.offset[0], box.offset[0] + box.size[0], device=device)
         numbers = rows * 31
         if len(box.size) == 2:
-            numbers = numbers[:, None] + torch.arange(box.offset[1], box.offset[1] + box.size[1]) * 17
+            columns = torch.arange(box.offset[1], box.offset[1] + box.size[1], device=device)
+            numbers = numbers[:, None] + columns * 17
         params[box.param][block(box.local_offset, box.size)] = ((numbers + len(box.name)) % 251).to(dtype)
     return params
 
@@ -101,7 +107,7 @@ class GatherThenBroadcast:
 
 
 class BareMessages:
-    """One message a pair."""
+    """One message a pair, or several of :data:`BARE_BYTES`: what does not fit beside the weights is sent again."""
 
     def __init__(self, rank: int, part: Sequence[Copy], dtype: torch.dtype, device: torch.device = CPU) -> None:
         """Allocate all of them."""
@@ -109,16 +115,19 @@ class BareMessages:
         for copy in part:
             sizes[copy.source, copy.destination] += prod(copy.size)
         self.rank = rank
-        self.buffers = {
-            pair: torch.ones(size, dtype=dtype, device=device).view(torch.uint8) for pair, size in sizes.items()
-        }
+        self.messages: list[tuple[int, int, torch.Tensor]] = []
+        for (source, to), size in sizes.items():
+            total = size * dtype.itemsize
+            buffer = torch.ones(min(total, BARE_BYTES), dtype=torch.uint8, device=device)
+            for start in range(0, total, BARE_BYTES):
+                self.messages.append((source, to, buffer[: total - start]))
 
     def __call__(self, params: Params) -> int:
         """Bytes that this rank received."""
         works: list[Any] = [
             dist.isend(buffer, to) if source == self.rank else dist.irecv(buffer, source)
-            for (source, to), buffer in self.buffers.items()
+            for source, to, buffer in self.messages
         ]
         for work in works:
             work.wait()
-        return sum(buffer.nbytes for (source, _), buffer in self.buffers.items() if source != self.rank)
+        return sum(buffer.nbytes for source, _, buffer in self.messages if source != self.rank)

@@ -17,6 +17,7 @@ QWEN = {
     "1.5b": (28, 1536, 12, 2, 8960, True, 151936),
     "2b": (36, 1536, 12, 2, 8960, True, 151936),
     "7b": (28, 3584, 28, 4, 18944, False, 152064),
+    "32b": (64, 5120, 40, 8, 27648, False, 152064),
     "tiny": (4, 128, 4, 2, 256, True, 1024),
 }
 """Qwen2.5: layers, hidden size, heads, key/value heads, MLP size, tied embeddings, vocabulary.
