@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from ranks import run_ranks
 from tiny import make_model, random_rows
 
@@ -55,6 +58,8 @@ def train(layout: Layout, critic: bool, dtype: str, plan: list[tuple[str, str]])
             stats = role.update(ROWS, [step], objective, 1e-3)
         elif verb == "save":
             role.save(path)
+        elif verb == "save as Megatron does":
+            save_gathered(role, path)
         elif verb == "load":
             role.load(path)
         else:
@@ -67,6 +72,18 @@ def train(layout: Layout, critic: bool, dtype: str, plan: list[tuple[str, str]])
         }
         out.append((stats and stats[("critic" if critic else "actor") + "/grad_norm"], pieces))
     return out
+
+
+def save_gathered(role: Any, folder: str) -> None:
+    """In Megatron's own way: every replica gathers the optimizer's state."""
+    from megatron.core import dist_checkpointing
+
+    Path(folder).mkdir(exist_ok=True)
+    how = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    metadata = {**how, "singleton_local_shards": False, "dp_cp_group": role.groups.dp_cp}
+    weights = role.model.sharded_state_dict(metadata=metadata)
+    state = role.optimizer.sharded_state_dict({"model": weights}, metadata=metadata)
+    dist_checkpointing.save({"model": weights, "optimizer": state}, folder)
 
 
 def whole(results: list[list[tuple[Any, Any]]], at: int) -> dict[str, np.ndarray]:
@@ -162,6 +179,36 @@ def test_bfloat16_keeps_its_float32_weights(tmp_path: Path) -> None:
     assert_equal(whole(ran, 8), whole(ran, 3))
     for step in (4, 5, 6):
         assert_equal(whole(ran, step + 5), whole(ran, step))
+
+
+@given(shape=st.lists(st.integers(1, 5), min_size=1, max_size=4), data=st.data())
+def test_a_range_of_a_flattened_tensor_is_cut_into_few_blocks(shape: list[int], data: st.DataObject) -> None:
+    from megappo.workers.optimizer_blocks import range_blocks
+
+    begin, end = sorted(data.draw(st.lists(st.integers(0, prod(shape)), min_size=2, max_size=2, unique=True)))
+    tensor = np.arange(prod(shape)).reshape(shape)
+    blocks = list(range_blocks(begin, end, shape))
+    found = [tensor[tuple(slice(o, o + n) for o, n in zip(*block, strict=True))].ravel() for block in blocks]
+    np.testing.assert_array_equal(np.concatenate(found), np.arange(begin, end))
+    assert len(blocks) <= 2 * len(shape) - 1
+
+
+def test_a_checkpoint_that_megatron_wrote_loads(tmp_path: Path) -> None:
+    folder, saved = str(make_model(tmp_path / "model", num_hidden_layers=2)), str(tmp_path / "checkpoint")
+    plan = [("fresh", folder), *[("update", "")] * 2, ("save as Megatron does", saved), ("update", "")]
+    plan += [("fresh", folder), ("load", saved), ("update", "")]
+    layout = Layout(tp=2, dp=2)
+    ran = run_ranks(layout.world, train, layout, False, "bfloat16", plan)
+    assert_equal(whole(ran, 6), whole(ran, 3))
+    assert_equal(whole(ran, 7), whole(ran, 4))
+
+
+def test_replicas_share_the_work_of_a_checkpoint(tmp_path: Path) -> None:
+    """Of the weights and of the optimizer's state, of which no rank holds more than its share at any time."""
+    folder, saved = str(make_model(tmp_path / "model", num_hidden_layers=3)), tmp_path / "checkpoint"
+    run_ranks(3, train, Layout(dp=3), False, "bfloat16", [("fresh", folder), ("save", str(saved))])
+    written = [sum(file.stat().st_size for file in saved.glob(f"__{rank}_*.distcp")) for rank in range(3)]
+    assert max(written) < 1.2 * sum(written) / 3, written
 
 
 def test_a_role_that_does_not_train_reads_a_trained_one(tmp_path: Path) -> None:

@@ -30,8 +30,6 @@ from megappo.reshard.agreement import disagreement
 from megappo.reshard.gloo import host_store
 from megappo.workers.settings import EngineSettings, RoleSettings, Sampling
 
-pytestmark = pytest.mark.runs
-
 SAMPLING = Sampling(temperature=0.8, top_p=1.0, top_k=-1, max_response=12)
 STOP = 7
 MEAN_TOLERANCE = 1e-3

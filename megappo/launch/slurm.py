@@ -16,7 +16,7 @@ from megappo.launch.partitions import Partition, duration_s
 from megappo.launch.problems import LaunchError
 from megappo.layout.placement import place_pools
 from megappo.plan.estimate import estimate, full_workload, on_nodes
-from megappo.plan.limits import checkpoint_bytes, round_up
+from megappo.plan.limits import WRITE_RATE, checkpoint_bytes, round_up
 from megappo.plan.memory import fit_problems
 from megappo.plan.profile import load_profile
 from megappo.plan.sync import rough_sync
@@ -24,8 +24,6 @@ from megappo.plan.sync import rough_sync
 SCRIPTS = Path(__file__).resolve().parents[2] / "launch" / "slurm"
 SIGNAL_S = 65535
 """The longest time before a job's limit at which sbatch sends a signal."""
-WRITE_RATE = 2e9
-"""Bytes a second that a shared file system is taken to write, from all nodes together."""
 LOCAL_FILE_SYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 
 

@@ -17,12 +17,15 @@ from megappo.plan.text import NAMES
 
 MARGIN = 2.0
 """Times what is predicted, the least that a limit should be: a call that takes longer is taken for a hang."""
-STATE_BYTES = {"bfloat16": 14, "float32": 12}
+STATE_BYTES = {"bfloat16": 14, "float32": 16}
 """Of a checkpoint, for each parameter: the weight, and what the optimizer keeps of it."""
+WRITE_RATE = 2e9
+"""Bytes a second that a shared file system is taken to write, from all nodes together."""
 
 
 def call_problems(config: Config, device: DeviceProfile, work: Workload, step: Estimate) -> Iterator[str]:
-    """Whether one call could be taken for a hang by ``run.timeout_s``: a phase of a step, or a validation's generation.
+    """Whether one call could be taken for a hang by ``run.timeout_s``: a phase of a step, a validation's generation, or
+    the writing of a checkpoint.
 
     Calls that wait for others of the same process have their time when it comes to them.
     """
@@ -30,6 +33,8 @@ def call_problems(config: Config, device: DeviceProfile, work: Workload, step: E
     calls = {NAMES[name]: phase.seconds for name, phase in step.phases.items() if name in NAMES}
     if prompts := watched_prompts(config.data):
         calls[f"generate, {prompts:,} prompts to validate on"] = validation_phase(config, device, work, prompts).seconds
+    size = checkpoint_bytes(config)
+    calls[f"write a checkpoint of {size / 1e9:,.0f} GB at {WRITE_RATE / 1e9:g} GB/s"] = size / WRITE_RATE
     name = max(calls, key=calls.__getitem__)
     if config.run.timeout_s < MARGIN * calls[name]:
         yield (

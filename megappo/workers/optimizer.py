@@ -53,7 +53,8 @@ def make_trainable(
     )
     optimizer = get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False, pg_collection=groups)
     set_hyper_parameters(optimizer, settings)
-    _allocate_state(optimizer)
+    if isinstance(distributed(optimizer).optimizer, torch.optim.AdamW):
+        make_state(optimizer)  # a state dict taken before the first step is refused otherwise
     chunks[0].config.grad_scale_func = optimizer.scale_loss
     return wrapped, optimizer
 
@@ -98,13 +99,37 @@ def gradient_buffers(chunks: Iterable[Any]) -> Iterator[torch.Tensor]:
 def state_tensors(optimizer: Any, weights: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Main weights and moments on the model's device, but not main weights that are the weights themselves."""
     shared = {weight.untyped_storage().data_ptr() for weight in weights}
-    for part in _parts(optimizer) if optimizer is not None else ():
-        mains = [param.data for group in part.optimizer.param_groups for param in group["params"]]
-        moments = [value for state in part.optimizer.state.values() for value in state.values()]
-        for tensor in (*mains, *moments):
-            on_device = torch.is_tensor(tensor) and tensor.is_cuda == torch.cuda.is_available()
-            if on_device and tensor.untyped_storage().data_ptr() not in shared:
-                yield tensor
+    if optimizer is None:
+        return
+    adam = distributed(optimizer).optimizer
+    mains = [param.data for group in adam.param_groups for param in group["params"]]
+    moments = [value for state in adam.state.values() for value in state.values()]
+    for tensor in (*mains, *moments):
+        on_device = torch.is_tensor(tensor) and tensor.is_cuda == torch.cuda.is_available()
+        if on_device and tensor.untyped_storage().data_ptr() not in shared:
+            yield tensor
+
+
+def distributed(optimizer: Any) -> Any:
+    """The distributed optimizer in Megatron's chain of optimizers: models without experts have one."""
+    (only,) = optimizer.chained_optimizers
+    return only
+
+
+def make_state(optimizer: Any) -> None:
+    """Have Adam's moments, zeros, where no step has made them yet."""
+    part = distributed(optimizer)
+    if not isinstance(part.optimizer, torch.optim.AdamW):
+        part.init_state_fn(part.optimizer, part.config)
+        return
+    for group in part.optimizer.param_groups:
+        for param in group["params"]:
+            if not part.optimizer.state[param]:
+                part.optimizer.state[param] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(param.data),
+                    "exp_avg_sq": torch.zeros_like(param.data),
+                }
 
 
 def _finalize(models: list[Any], num_tokens: Any = None, *, groups: ProcessGroupCollection, **_: Any) -> None:
@@ -112,38 +137,12 @@ def _finalize(models: list[Any], num_tokens: Any = None, *, groups: ProcessGroup
     finalize_model_grads(models, None, pg_collection=groups)
 
 
-def _parts(optimizer: Any) -> list[Any]:
-    return getattr(optimizer, "chained_optimizers", [optimizer])
-
-
-def _allocate_state(optimizer: Any) -> None:
-    """Create Adam's moments now: a state dict taken before the first step is refused otherwise."""
-    for part in _parts(optimizer):
-        if not isinstance(part.optimizer, torch.optim.AdamW):
-            continue
-        for group in part.optimizer.param_groups:
-            for param in group["params"]:
-                if not part.optimizer.state[param]:
-                    part.optimizer.state[param] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(param.data),
-                        "exp_avg_sq": torch.zeros_like(param.data),
-                    }
-
-
 def _repair_torch_adam() -> None:
-    """Make checkpoints of a distributed optimizer over torch's AdamW load, and load rightly. Repeatable."""
+    """Make what a distributed optimizer over torch's AdamW has loaded right. Repeatable."""
     cls = distrib_optimizer.DistributedOptimizer
     if distrib_optimizer.HAVE_APEX_OR_TE or getattr(cls, "_megappo_repaired", False):
         return
-    set_states, load = cls._set_main_param_and_optimizer_states, cls.load_state_dict
-
-    @torch.no_grad()
-    def set_states_keeping_step(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-        # Reshardable checkpoints do not carry the step, which this would look up; load_state_dict has restored it.
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        set_states(self, model_param, {**tensors, **({"step": state["step"]} if "step" in state else {})})
+    load = cls.load_state_dict
 
     def load_with_own_steps(self: Any, state_dict: dict[str, Any]) -> None:
         load(self, state_dict)
@@ -152,6 +151,5 @@ def _repair_torch_adam() -> None:
                 # Megatron gives all parameters one step tensor, which torch then increments once per parameter.
                 state["step"] = state["step"].clone()
 
-    cls._set_main_param_and_optimizer_states = set_states_keeping_step
     cls.load_state_dict = load_with_own_steps
     cls._megappo_repaired = True

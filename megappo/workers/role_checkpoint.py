@@ -1,4 +1,7 @@
-"""A role's weights and optimizer state in Megatron's ``torch_dist`` format, which loads at any layout."""
+"""A role's weights and optimizer state in Megatron's ``torch_dist`` format, which loads at any layout.
+
+Every rank writes a share, and reads what it needs into its own tensors: nothing is gathered, on devices or hosts.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,21 @@ import torch.distributed as dist
 
 from megappo.models import megatron_cpu
 from megappo.models.lora import FILE, Lora
+from megappo.workers.optimizer import distributed, make_state
+from megappo.workers.optimizer_blocks import state_blocks
 
 megatron_cpu.install()
 
 from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper  # noqa: E402
 
 # Megatron starts a process only to own a queue, which imports torch anew: a plain queue serves synchronous saves.
 filesystem_async._get_write_results_queue = queue.Queue
+
+CONTENT = {"singleton_local_shards": False}
+"""How the model's entries are cut, as Megatron notes it in a checkpoint."""
 
 
 def save(
@@ -41,13 +51,12 @@ def save(
         lora: the model's adapters, which are described in :data:`megappo.models.lora.FILE`.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
-    metadata = _metadata(replicas)
-    dist_checkpointing.save(
-        _sharded_state(model, optimizer, metadata, only, is_loading=False),
-        str(folder),
-        sharded_strategy=("torch_dist", 1),
-        content_metadata={key: value for key, value in metadata.items() if key != "dp_cp_group"},
-    )
+    state = _sharded_state(model, optimizer, replicas, only)
+    if optimizer is not None:
+        state["optimizer"] |= distributed(optimizer).state_dict()
+    # Replicas have the same weights: each writes some of them.
+    strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), replicas)
+    dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, content_metadata=CONTENT)
     if lora is not None and dist.get_rank() == 0:
         (Path(folder) / FILE).write_text(json.dumps(asdict(lora), indent=1))
 
@@ -60,27 +69,23 @@ def load(
     only: Collection[str] | None = None,
 ) -> None:
     """Read what :func:`save` wrote, at whatever layout, into a model and an optimizer."""
-    wanted = _sharded_state(model, optimizer, _metadata(replicas), only, is_loading=True)
-    state = dist_checkpointing.load(wanted, str(folder))
-    model.load_state_dict(state["model"], strict=only is None)
     if optimizer is not None:
-        optimizer.load_state_dict(state["optimizer"])
-
-
-def _metadata(replicas: dist.ProcessGroup) -> dict[str, Any]:
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "chained_optim_avoid_prefix": True,
-        "singleton_local_shards": False,
-        "dp_cp_group": replicas,
-    }
+        make_state(optimizer)
+        common = dist_checkpointing.load_common_state_dict(str(folder))["optimizer"]
+        distributed(optimizer).load_state_dict(
+            {key: common[key] for key in common if not key.startswith("param_state")}
+        )
+    loaded = dist_checkpointing.load(_sharded_state(model, optimizer, replicas, only), str(folder))
+    model.load_state_dict(loaded["model"], strict=only is None)
 
 
 def _sharded_state(
-    model: Any, optimizer: Any, metadata: dict[str, Any], only: Collection[str] | None, *, is_loading: bool
+    model: Any, optimizer: Any, replicas: dist.ProcessGroup, only: Collection[str] | None
 ) -> dict[str, Any]:
-    weights = model.sharded_state_dict(metadata=metadata)
+    """Checkpoint entries, which are the tensors of the model and of the optimizer themselves."""
+    weights = model.sharded_state_dict(metadata={**CONTENT, "dp_cp_group": replicas})
     state: dict[str, Any] = {"model": weights if only is None else {name: weights[name] for name in only}}
     if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+        make_state(optimizer)
+        state["optimizer"] = {"param_state": state_blocks(distributed(optimizer), state["model"])}
     return state
