@@ -56,7 +56,7 @@ def test_nothing_hurts_on_good_nodes() -> None:
         ({"devices": (Device("NVIDIA H200", 140 * GIB, 100 * GIB),)}, ("device 0: 40.0 GiB are taken", "nvidia-smi")),
         ({"write_rate": None}, ("run.dir: nothing can be written",)),
         ({"write_rate": 2e8}, ("200 MB/s", "100 GB takes 8 min", "faster file system")),
-        ({"memory": 400 * GIB}, ("host memory: 400 GiB, and what is offloaded takes 500: offload less",)),
+        ({"memory": 400 * GIB}, ("host memory: 400 GiB, and what is offloaded and saved takes 500: offload less",)),
         ({"disk_free": 2 * 10**11}, ("200 GB are free, 3 checkpoints take 300", "run.keep_checkpoints")),
     ],
 )

@@ -67,8 +67,9 @@ def findings(nodes: Mapping[str, Facts], skews: Mapping[str, float], needs: Need
         yield from (f"{name}: {line}" for line in _of_node(facts, needs, alone=len(nodes) == 1))
         if (waiting := needs.host.get(name, 0)) > facts.memory:
             yield (
-                f"{name}: host memory: {facts.memory / GIB:.0f} GiB, and what is offloaded takes {waiting / GIB:.0f}: "
-                "offload less (roles.*.offload; megappo plan says what takes how much), or take nodes with more"
+                f"{name}: host memory: {facts.memory / GIB:.0f} GiB, and what is offloaded and saved takes "
+                f"{waiting / GIB:.0f}: offload less (roles.*.offload; megappo plan says what takes how much), or "
+                "take nodes with more"
             )
         if abs(skews.get(name, 0.0)) > SKEW_S:
             yield (

@@ -19,7 +19,7 @@ from megappo.fit.devices import (
     role_layout,
     turn_problems,
 )
-from megappo.fit.host import away, node_problems
+from megappo.fit.host import SAVED, away, node_problems, saved
 from megappo.layout.communicators import group_memory, with_library
 from megappo.layout.memory import CONTEXT, WORKSPACE, RoleMemory, RoleUse, parts, role_memory
 from megappo.layout.mesh import Layout
@@ -138,9 +138,13 @@ def check_training_fit(config: SupervisedConfig, name: str, devices: Sequence[De
         yield "more tp or pp, or more devices in the pool"
 
     def less_waiting(uses: Mapping[str, int]) -> Iterator[str]:
-        yield "role.offload=none"  # nobody else needs the room
+        if uses.get(name):
+            yield "role.offload=none"  # nobody else needs the room
+        yield "more devices in the pool, on more nodes"
+        yield "nodes with more memory"
 
-    waits = [{name: away(memory(rank), role.offload)} for rank in range(len(devices))]
+    held = [memory(rank) for rank in range(len(devices))]
+    waits = [{name: away(own, role.offload), SAVED: saved(own)} for own in held]
     problems = [*turn_problems(role.pool, devices, [layout], turns, ways)]
     problems += node_problems({role.pool: devices}, {role.pool: waits}, less_waiting)
     if problems:

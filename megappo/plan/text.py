@@ -94,7 +94,7 @@ def memory_lines(config: Config, device: DeviceProfile) -> Iterator[str]:
     yield from table([(*row[:4], row[4].ljust(width)) for row in rows])
     for name, size in host_bytes(config).items():
         there = f", which has {device.host_memory_gib:.1f}" if device.host_memory_gib else ""
-        yield f"host memory for what is offloaded: {_gib(size)} GiB on each node of {name}{there}"
+        yield f"host memory for what is offloaded and saved: {_gib(size)} GiB on each node of {name}{there}"
 
 
 def phase_lines(estimate: Estimate, work: Workload, devices: int) -> Iterator[str]:
