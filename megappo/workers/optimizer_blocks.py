@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megappo.formats.stored import strides
 from megappo.models import megatron_cpu
 
 megatron_cpu.install()
@@ -95,7 +96,7 @@ def _blocks_of(
     for before, piece in pieces:
         begin, end = (min(max(at - before, 0), piece.data.numel()) for at in (held.start, held.end))
         for offset, size in range_blocks(begin, end, piece.local_shape) if begin < end else ():
-            inner = sum(o * step for o, step in zip(offset, _strides(piece.local_shape), strict=True))
+            inner = sum(o * step for o, step in zip(offset, strides(piece.local_shape), strict=True))
             start = before + inner - held.start
             for name in KEPT:
                 yield _entry(name, piece, state[name].detach()[start : start + prod(size)], offset, size)
@@ -118,7 +119,3 @@ def _entry(
         replica_id=(*piece.replica_id[:2], 0),  # no other data-parallel rank has it
         allow_shape_mismatch=piece.allow_shape_mismatch,
     )
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
