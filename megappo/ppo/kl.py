@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -100,12 +98,3 @@ class KLController:
             )
         error = min(max((observed_kl - self.target) / self.target, -0.2), 0.2)
         return replace(self, coef=self.coef * (1 + error * num_sequences / self.horizon))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The state as JSON-able values; floats survive JSON exactly."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> KLController:
-        """The inverse of `to_dict`."""
-        return cls(**state)
