@@ -14,7 +14,7 @@ from megappo.collect import Collected
 from megappo.config import Config
 from megappo.data import batch as rows_of
 from megappo.data.order import PromptOrder
-from megappo.data.progress import begun, done, merged, taken_up, undone
+from megappo.data.progress import begun, cut_at, done, merged, taken_up, undone
 from megappo.data.prompts import PromptSet
 from megappo.data.requests import make_requests
 from megappo.report.step_metrics import staleness_metrics
@@ -82,10 +82,11 @@ class Streamed:
     def load(self, folder: Path) -> None:
         """Go on with what :meth:`save` wrote, at any ``ppo.staleness``; see :func:`~megappo.ahead.usable`."""
         self._held = {}
-        for step, (rows, note) in usable(folder, self.config.data.max_response).items():
+        longest = self.config.data.max_response  # less than before, perhaps
+        for step, (rows, note) in usable(folder, longest).items():
             fresh = self._fresh(step, 0).rows  # whose ids no other batch here has, and nothing but what is drawn
             rows = rows.set_column(rows.column_names.index("id"), "id", fresh.column("id"))
-            self._held[step] = Held(taken_up(rows, fresh.column_names), note["position"])
+            self._held[step] = Held(cut_at(taken_up(rows, fresh.column_names), longest), note["position"])
 
     def _fresh(self, step: int, position: int) -> Held:
         wanted, samples = self.config.data.prompts_per_step, self.config.roles.rollout.samples_per_prompt

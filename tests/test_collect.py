@@ -29,6 +29,7 @@ from megappo.config import (
     RunConfig,
 )
 from megappo.data import batch as rows_of
+from megappo.data.progress import SCHEMA, merged
 from megappo.data.prompts import PromptSet
 from megappo.streamed import Streamed
 from megappo.workers.settings import Sampling
@@ -216,3 +217,21 @@ def test_batches_of_dynamic_sampling_are_taken_up_by_engines_that_draw_all_the_t
     ahead = Ahead(shorter, at)
     ahead.load(tmp_path)
     assert ahead._ready == {}
+
+
+def test_a_response_as_long_as_it_may_be_by_now_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its run was resumed with a smaller `data.max_response`: no token is left to ask the engines for."""
+    at = collector(monkeypatch, Played(lambda prompt, sample: 0.0), 0)
+    streamed = Streamed(at.config, at.cluster, at.prompts)
+    held = streamed._fresh(2, 3)
+    drawn = pa.table([rows_of.column(held.rows, "id")[:3], [[5, 6], [5], [7, 1]], [[-1.0, -1.0], [-1.0], [-1.0, -1.0]],
+                      [[1, 1], [1], [1, 1]], [None, None, "stop"]], schema=SCHEMA)  # fmt: skip
+    streamed._held = {2: replace(held, rows=merged(held.rows, drawn))}
+    streamed.save(tmp_path)
+    for max_response, ends in ((3, [None, None, "stop"]), (2, ["length", None, "stop"])):
+        shorter = replace(at.config, data=replace(at.config.data, max_response=max_response))
+        again = Streamed(shorter, at.cluster, at.prompts)
+        again.load(tmp_path)
+        (found,) = again._held.values()
+        assert found.rows.column("finish_reason").to_pylist() == [*ends, None, None, None]
+        assert rows_of.split_rows(found.rows, "response_ids")[0].tolist() == [5, 6]

@@ -61,6 +61,13 @@ def taken_up(rows: pa.Table, columns: Collection[str]) -> pa.Table:
     return merged(rows.select([name for name in rows.column_names if name in columns]), SCHEMA.empty_table())
 
 
+def cut_at(rows: pa.Table, max_response: int) -> pa.Table:
+    """The rows, those that have not ended and have no token left to draw as ended with "length"."""
+    full = pc.and_(pc.is_null(rows.column("finish_reason")), batch.lengths(rows, "response_ids") >= max_response)
+    reasons = pc.if_else(full, "length", rows.column("finish_reason"))
+    return rows.set_column(rows.column_names.index("finish_reason"), "finish_reason", reasons)
+
+
 def undone(rows: pa.Table) -> pa.Table:
     """The rows that have not ended."""
     return rows.filter(pc.is_null(rows.column("finish_reason")))
