@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 _SUMMARY = ("mean", "max", "min")
 _LENGTHS = (*_SUMMARY, "clip_ratio")
+_PASSES = ("gen", "old_log_prob", "ref", "values", "reward_model", "update_actor", "update_critic")
+_ON_DEVICES = (*_PASSES, "update_weights", "sleep", "wake", "offload")
 
 FIXED = frozenset(
     [
@@ -27,13 +29,23 @@ FIXED = frozenset(
         *(f"training/{name}" for name in ("rollout_actor_probs_pearson_corr", "global_step", "epoch")),
         *(f"staleness/{name}" for name in ("mean", "max", "partial_share")),
         *(f"training/{name}" for name in ("correction_mean", "correction_truncated")),
+        *(f"timing_s/{name}" for name in (*_ON_DEVICES, "reward", "adv", "step", "testing", "save_checkpoint")),
+        *(f"perf/{name}" for name in ("total_num_tokens", "time_per_step", "throughput", "driver_share", "sync_bytes")),
+        *(f"perf/{kind}/{phase}" for kind in ("tflops", "mfu") for phase in _PASSES),
+        *(f"perf/predicted_s/{phase}" for phase in (*_PASSES, "update_weights", "sleep", "wake", "adv", "step")),
+        *(f"perf/device_memory_gb/{phase}" for phase in _ON_DEVICES),
+        *(
+            f"perf/{kind}_gb/{role}"
+            for kind in ("max_memory_allocated", "predicted_memory")
+            for role in ("actor", "critic")
+        ),
     ]
 )
-"""Every name of these families."""
+"""Every name but those of :data:`OPEN`."""
 
 VALIDATION = ("val-core", "val-aux", "canary")
-OPEN = (*VALIDATION, "reward", "perf", "timing_s", "guard")
-"""Families whose names depend on the data, the reward functions or the machine."""
+OPEN = (*VALIDATION, "reward", "guard", "perf/busy_share", "perf/idle_share")
+"""What names begin with that depend on the data, the reward functions, or what the user calls guards and pools."""
 
 
 def family(name: str) -> str:
@@ -43,7 +55,7 @@ def family(name: str) -> str:
 
 def unknown_name(name: str) -> str:
     """Why no run can log a metric of this name, with what may be meant; empty if one can."""
-    if name in FIXED or (family(name) in OPEN and "/" in name):
+    if name in FIXED or name.startswith(tuple(f"{group}/" for group in OPEN)):
         return ""
     return f"{name} is no metric that a run logs{meant(name, FIXED)}"
 
@@ -71,5 +83,5 @@ def meant(name: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, sorted(names), 3, 0.6)
     if close:
         return f": did you mean {' or '.join(close)}?"
-    families = sorted({family(known) for known in FIXED} | set(OPEN))
+    families = sorted({family(known) for known in (*FIXED, *OPEN)})
     return f": names begin with {', '.join(f'{known}/' for known in families)}"

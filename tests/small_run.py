@@ -11,14 +11,18 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 from tiny import make_model
 
+from megappo.check.guards import says_nothing
+from megappo.config import load_config
 from megappo.data.arithmetic import write_arithmetic
+from megappo.metric_names import FIXED, unknown_name
+from megappo.report.run_log import read_log
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "MEGAPPO_TEST_RUN"
@@ -198,3 +202,22 @@ def log_steps(folder: Path) -> list[int]:
     """Steps in the log so far, in order."""
     path = folder / "log.jsonl"
     return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def assert_logs_what_check_says(run: Path | str, after: int = 0, but: Collection[str] = ()) -> None:
+    """A run has logged, in steps after this one, what its configuration lets guards watch, and nothing else alive.
+
+    ``but``: not these, which depend on the files that are replayed.
+    """
+    config = load_config(Path(run) / "config.yaml")
+    logged: dict[str, set[float]] = {}
+    for row in read_log(Path(run)):
+        for name, value in row["metrics"].items() if row["step"] > after else ():
+            logged.setdefault(name, set()).add(value)
+    assert not [name for name in logged if unknown_name(name)]
+    silent = {name: says_nothing(config, name) for name in FIXED}
+    assert {name for name in FIXED if not silent[name]} - logged.keys() == {*but}
+    late = "is known only when guards have seen the step"
+    wrong = {name: why for name, why in silent.items() if why not in ("", late) and name in logged}
+    assert all("always 0" in why or "coefficient of nothing" in why for why in wrong.values()), wrong
+    assert all(len(logged[name]) == 1 for name in wrong), {name: logged[name] for name in wrong}

@@ -86,25 +86,6 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
         ("roles.rollout.stop_token_ids=[3, 100]",),
         "roles.rollout.stop_token_ids: 100: the actor's model has tokens 0 to 99 only: leave it out",
     ),
-    "a guard without a limit": (
-        ("ppo.guards={kl: {metric: actor/ppo_kl}}",),
-        "ppo.guards.kl: has no limit: give above, below or both",
-    ),
-    "a guard with nothing between": (
-        ("ppo.guards={kl: {metric: actor/ppo_kl, above: 1, below: 2}}",),
-        "ppo.guards.kl.above: 1.0 is less than below 2.0, which leaves nothing: swap them",
-    ),
-    "a guard of no metric": (
-        ("ppo.guards={kl: {metric: actor/ppo_kll, above: 1}}",),
-        "ppo.guards.kl.metric: actor/ppo_kll is no metric that a run logs: did you mean actor/ppo_kl or "
-        "actor/ppo_kl_first or actor/pg_loss?",
-    ),
-    "a guard of no family": (
-        ("ppo.guards={kl: {metric: loss, above: 1}}",),
-        "ppo.guards.kl.metric: loss is no metric that a run logs: names begin with actor/, canary/, critic/, guard/, "
-        "perf/, prompt_length/, response_length/, reward/, staleness/, timing_s/, train/, training/, val-aux/, "
-        "val-core/",
-    ),
     "prompts by what others score, several batches ahead": (
         ("ppo.staleness=2", "ppo.dynamic_sampling={}"),
         "ppo.dynamic_sampling: which prompts it takes is known only when others are scored, while ppo.staleness 2 has "
@@ -119,45 +100,6 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
         ("ppo.staleness=1", "roles.rollout.pool=value"),
         "ppo.staleness: 1 has the engines generate while others work, and critic and reference take turns with them in "
         "the pool value: give roles.rollout.pool a pool of its own, or set 0",
-    ),
-    "a guard of another number of samples": (
-        (
-            "run.validate_every=1",
-            "roles.rollout.validation_samples=4",
-            "ppo.guards={a: {metric: val-core/a/acc/mean@1, below: 1}}",
-        ),
-        "ppo.guards.a.metric: val-core/a/acc/mean@1 is never logged, as roles.rollout.validation_samples is 4: "
-        "write mean@4",
-    ),
-    "the best of too many samples": (
-        ("run.validate_every=1", "run.keep_best={metric: val-core/a/acc/pass@2}"),
-        "run.keep_best.metric: val-core/a/acc/pass@2 is never logged, as roles.rollout.validation_samples is 1: "
-        "write mean@1",
-    ),
-    "a guard of the canary": (
-        ("ppo.guards={kl: {metric: canary/a/acc/mean@1, above: 1}}",),
-        "ppo.guards.kl.metric: canary/a/acc/mean@1 is never logged without data.canary: name files there",
-    ),
-    "a guard of no critic": (
-        ("ppo.guards={v: {metric: critic/vf_loss, above: 1}}", "ppo.estimator=rloo", "roles.critic=null"),
-        "ppo.guards.v.metric: critic/vf_loss is never logged without a critic: choose another",
-    ),
-    "a guard of no KL": (
-        (
-            "ppo.guards={kl: {metric: actor/ppo_kl, above: 1, action: raise_kl}}",
-            "ppo.kl.in_reward=false",
-            "roles.reference=null",
-        ),
-        "ppo.guards.kl.action: raise_kl has no KL term to strengthen: set ppo.kl.in_reward or loss_coef",
-    ),
-    "the best by training": (
-        ("run.keep_best={metric: critic/score/mean}",),
-        "run.keep_best.metric: critic/score/mean is no metric of a validation: give one such as "
-        "val-core/SOURCE/acc/mean@1, as the log has it",
-    ),
-    "the best of no validation": (
-        ("run.keep_best={metric: val-core/a/acc/mean@1}", "data.validation=[]"),
-        "run.keep_best.metric: val-core/a/acc/mean@1 is never logged without data.validation: name files there",
     ),
     "eight bits on CPU": (
         ("roles.critic.fp8=tensorwise",),
@@ -419,14 +361,6 @@ WARNINGS: dict[str, tuple[tuple[str, ...], str]] = {
     "optimizer of no critic": (
         ("ppo.critic_optimizer={}", "ppo.estimator=rloo", "roles.critic=null"),
         "ppo.critic_optimizer: has no effect without a critic: leave it out",
-    ),
-    "a guard at the end": (
-        ("ppo.guards={a: {metric: val-core/a/acc/mean@1, below: 1}}",),
-        "ppo.guards.a.metric: val-core/a/acc/mean@1 is logged at the end only: set run.validate_every",
-    ),
-    "the best of one": (
-        ("run.keep_best={metric: val-core/a/acc/mean@1}",),
-        "run.keep_best.metric: val-core/a/acc/mean@1 is logged at the end only: set run.validate_every",
     ),
     "gspo's average": (
         ("ppo.loss=gspo", "ppo.clip=3e-4"),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from small_run import make_run_folder
+from small_run import assert_logs_what_check_says, make_run_folder
 
 from megappo.cluster.cluster import Cluster
 from megappo.cluster.dataflow import batch_of, put_table
@@ -162,6 +162,7 @@ def test_engines_generate_while_others_work(shared: Shared, one_ahead: str) -> N
     assert spans["actor", "score"].began < spans["rollout", "generate"].ended
     assert spans["rollout", "generate"].began < spans["actor", "update"].ended
     assert spans["rollout", "generate"].ended < spans["actor", "send_weights"].began
+    assert_logs_what_check_says(one_ahead)
     for metrics in (row["metrics"] for row in read_log(one_ahead)):
         assert metrics["perf/idle_share/serve"] == pytest.approx(1 - metrics["perf/busy_share/serve"])
 
@@ -210,6 +211,7 @@ def streamed(shared: Shared) -> str:
 
 
 def test_responses_go_on_across_weight_syncs(streamed: str) -> None:
+    assert_logs_what_check_says(streamed)
     partial = 0
     for step, (_, rows) in steps_of(streamed).items():
         versions = rows_of.split_rows(rows, "token_versions")
@@ -321,6 +323,7 @@ def test_cispo_on_responses_with_a_tool_s_tokens_and_three_passes_of_the_critic(
     assert not advantages[~own].any() and not rows_of.flat(out, "rewards")[~own].any()
     last = [start + np.flatnonzero(own[start:end])[-1] for start, end in zip(ends - lengths, ends, strict=True)]
     np.testing.assert_allclose(rows_of.flat(out, "rewards")[last], rows_of.column(out, "score"), atol=1e-6)
+    assert_logs_what_check_says("masked3", but=["timing_s/reward"])
     for metrics in logged.values():
         assert metrics["response_length/produced_ratio"] == pytest.approx(own.mean())
         assert metrics["actor/pg_loss"] == pytest.approx(-(advantages * logprobs)[own].mean(), rel=1e-4)

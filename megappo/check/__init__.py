@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megappo.check.algorithm import best_findings, ppo_findings, sampling_findings
+from megappo.check.algorithm import ppo_findings, sampling_findings
 from megappo.check.data import data_findings, length_findings, replay_findings
 from megappo.check.findings import Absent, Advice, Lacking, on_files
+from megappo.check.guards import best_findings, guard_findings
 from megappo.check.layouts import layout_findings, memory_findings, pool_findings
 from megappo.check.memory import fit_findings, scoring_fit_findings
 from megappo.check.models import end_of_text_findings, model_findings
@@ -83,5 +84,6 @@ def _findings(config: Config) -> Iterator[str]:
     yield from memory_findings(config, specs)
     yield from sampling_findings(config)
     yield from ppo_findings(config)
+    yield from guard_findings(config)
     yield from overlap_findings(config)
     yield from best_findings(config)

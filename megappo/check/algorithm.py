@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megappo.check.findings import Advice, under
+from megappo.check.findings import Advice
 from megappo.config import Config, PPOConfig
-from megappo.metric_names import VALIDATION, family, unknown_name, wrong_samples
 
 
 def sampling_findings(config: Config) -> Iterator[str]:
@@ -85,7 +84,6 @@ def ppo_findings(config: Config) -> Iterator[str]:
         yield Advice("ppo.critic_optimizer: has no effect without a critic: leave it out")
     if not ppo.needs_critic and ppo.critic_updates > 1:
         yield Advice(f"ppo.critic_updates: {ppo.critic_updates} has no effect without a critic: set 1")
-    yield from _guard_findings(config)
     if ppo.loss == "gspo":
         yield from _gspo_findings(ppo)
     if ppo.critic_warmup >= config.run.steps:
@@ -93,59 +91,6 @@ def ppo_findings(config: Config) -> Iterator[str]:
             f"ppo.critic_warmup: {ppo.critic_warmup} steps are all of run.steps, so that the actor never trains: "
             "lower it"
         )
-
-
-def _guard_findings(config: Config) -> Iterator[str]:
-    """Guards that could never act."""
-    for name, guard in config.ppo.guards.items():
-        key = f"ppo.guards.{name}"
-        if guard.above is None and guard.below is None:
-            yield f"{key}: has no limit: give above, below or both"
-        elif guard.above is not None and guard.below is not None and guard.above < guard.below:
-            yield f"{key}.above: {guard.above} is less than below {guard.below}, which leaves nothing: swap them"
-        if problem := unknown_name(guard.metric):
-            yield f"{key}.metric: {problem}"
-        yield from under(f"{key}.metric", _sample_problem(config, guard.metric))
-        kind = family(guard.metric)
-        source = {"canary": "canary", "val-core": "validation", "val-aux": "validation"}.get(kind)
-        if source and not getattr(config.data, source):
-            yield f"{key}.metric: {guard.metric} is never logged without data.{source}: name files there"
-        elif source and not config.run.validate_every:
-            yield Advice(f"{key}.metric: {guard.metric} is logged at the end only: set run.validate_every")
-        if kind == "critic" and not config.ppo.needs_critic and guard.metric.startswith(_OF_THE_CRITIC):
-            yield f"{key}.metric: {guard.metric} is never logged without a critic: choose another"
-        if guard.action == "raise_kl" and not config.ppo.kl.in_use:
-            yield f"{key}.action: raise_kl has no KL term to strengthen: set ppo.kl.in_reward or loss_coef"
-
-
-def best_findings(config: Config) -> Iterator[str]:
-    """The metric by which the best checkpoint is told."""
-    best, key = config.run.keep_best, "run.keep_best.metric"
-    if best is None:
-        return
-    kind = family(best.metric)
-    if kind not in VALIDATION:
-        yield (
-            f"{key}: {best.metric} is no metric of a validation: give one such as val-core/SOURCE/acc/mean@1, as the "
-            "log has it"
-        )
-        return
-    yield from under(key, _sample_problem(config, best.metric))
-    source = "canary" if kind == "canary" else "validation"
-    if not getattr(config.data, source):
-        yield f"{key}: {best.metric} is never logged without data.{source}: name files there"
-    elif not config.run.validate_every:
-        yield Advice(f"{key}: {best.metric} is logged at the end only: set run.validate_every")
-
-
-def _sample_problem(config: Config, metric: str) -> Iterator[str]:
-    """Whether what is said of n samples is said of as many as a validation draws."""
-    samples = config.roles.rollout.validation_samples
-    if right := wrong_samples(metric, samples):
-        yield f"{metric} is never logged, as roles.rollout.validation_samples is {samples}: write {right}"
-
-
-_OF_THE_CRITIC = ("critic/v", "critic/returns", "critic/grad_norm", "critic/lr")
 
 
 def _gspo_findings(ppo: PPOConfig) -> Iterator[str]:
