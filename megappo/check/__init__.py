@@ -16,6 +16,7 @@ from megappo.check.models import end_of_text_findings, model_findings
 from megappo.check.overlap import overlap_findings
 from megappo.check.rewards import reward_findings, reward_model_findings, reward_time_findings, sandbox_findings
 from megappo.check.run_folder import run_findings
+from megappo.check.unused import unused_findings
 from megappo.config import Config, ConfigError, load_config
 from megappo.models.spec import ModelSpec
 
@@ -87,3 +88,4 @@ def _findings(config: Config) -> Iterator[str]:
     yield from guard_findings(config)
     yield from overlap_findings(config)
     yield from best_findings(config)
+    yield from unused_findings(config)

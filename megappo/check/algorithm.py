@@ -1,4 +1,4 @@
-"""Sampling and the algorithm: what does not go together, and what has no effect."""
+"""Sampling and the algorithm: what does not go together, and what is not as meant."""
 
 from __future__ import annotations
 
@@ -20,17 +20,10 @@ def sampling_findings(config: Config) -> Iterator[str]:
                 f"roles.rollout.{key}: {value} samples from a truncated distribution, while log-probabilities, ratios "
                 f"and KL are of the full one, so that training is biased: set {off}"
             )
-    if rollout.validation_temperature == 0:
-        for key, cuts in (("top_p", rollout.validation_top_p < 1), ("top_k", rollout.validation_top_k > 0)):
-            if cuts:
-                yield Advice(
-                    f"roles.rollout.validation_{key}: has no effect, as roles.rollout.validation_temperature 0 is "
-                    "greedy: give a number > 0 there, or leave it out"
-                )
 
 
 def ppo_findings(config: Config) -> Iterator[str]:
-    """What the algorithm needs, and what it would ignore."""
+    """What the algorithm needs, and what is not as its papers have it."""
     ppo, rollout = config.ppo, config.roles.rollout
     responses = config.data.prompts_per_step * rollout.samples_per_prompt
     if ppo.mini_batch > responses:
@@ -48,8 +41,11 @@ def ppo_findings(config: Config) -> Iterator[str]:
         yield f"roles.reference: missing, but {term} needs it: add it, or switch off in_reward and loss_coef in ppo.kl"
     if config.roles.reference is not None and not ppo.kl.in_use:
         yield Advice("roles.reference: no KL term uses it: leave it out, or set ppo.kl.in_reward or loss_coef")
-    if ppo.kl.target is not None and not ppo.kl.in_reward:
-        yield Advice("ppo.kl.target: has no effect without ppo.kl.in_reward: leave it out, or set in_reward")
+    if ppo.kl.loss_coef and ppo.kl.loss_estimator == "k1":
+        yield Advice(
+            "ppo.kl.loss_estimator: k1 as a loss has a gradient that is 0 on average, so that nothing holds the policy "
+            "near the reference: set k2, whose gradient is that of KL(policy || reference), or k3"
+        )
     if ppo.kl.target is not None and responses >= 5 * ppo.kl.horizon:
         yield (
             f"ppo.kl.horizon: {ppo.kl.horizon} is too short for the {responses} responses of a step, so that the "
@@ -80,10 +76,6 @@ def ppo_findings(config: Config) -> Iterator[str]:
             f"ppo.overlong.buffer: {ppo.overlong.buffer} is more than the {config.data.max_response} tokens of "
             "data.max_response: lower it"
         )
-    if not ppo.needs_critic and ppo.critic_optimizer is not None:
-        yield Advice("ppo.critic_optimizer: has no effect without a critic: leave it out")
-    if not ppo.needs_critic and ppo.critic_updates > 1:
-        yield Advice(f"ppo.critic_updates: {ppo.critic_updates} has no effect without a critic: set 1")
     if ppo.loss == "gspo":
         yield from _gspo_findings(ppo)
     if ppo.critic_warmup >= config.run.steps:

@@ -45,10 +45,6 @@ def data_findings(config: Config) -> Iterator[str]:
             f"data.validation_prompts: {data.validation_prompts} is more than the {rows['validation']} prompts of "
             "data.validation: all are used"
         )
-    if config.run.validate_every and not data.validation and not data.canary:
-        yield Advice(
-            f"run.validate_every: {config.run.validate_every} has no effect without data.validation: name files there"
-        )
 
 
 def replay_findings(config: Config) -> Iterator[str]:

@@ -39,4 +39,6 @@ def shown(value: object) -> str:
         return f"{{{', '.join(f'{name}: {shown(part)}' for name, part in asdict(value).items())}}}"
     if value is None:
         return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

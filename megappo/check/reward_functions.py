@@ -78,14 +78,24 @@ def _signature(node: ast.FunctionDef) -> inspect.Signature:
 
 def reward_takes(function: str, argument: str) -> bool:
     """Whether the definition of a reward function has such an argument; false where it cannot be read."""
+    return any(argument in names for names in _arguments(function))
+
+
+def reward_lacks(function: str, argument: str) -> bool:
+    """Whether the definition of a reward function has no such argument; false where it cannot be read."""
+    return bool(found := _arguments(function)) and not any(argument in names for names in found)
+
+
+def _arguments(function: str) -> list[set[str]]:
+    """Those of the definition, or definitions, that the file has at its top level."""
     target, name, is_file = parse_reference(function)
     try:
         path = Path(target) if is_file else _module_file(target)
         body = ast.parse(path.read_bytes()).body if path is not None else []
     except (LookupError, SyntaxError, ValueError, OSError):
-        return False
+        return []
     found = [node.args for node in body if isinstance(node, ast.FunctionDef) and node.name == name]
-    return any(argument == each.arg for arguments in found for each in (*arguments.args, *arguments.kwonlyargs))
+    return [{each.arg for each in (*arguments.args, *arguments.kwonlyargs)} for arguments in found]
 
 
 def _module_file(dotted: str) -> Path | None:

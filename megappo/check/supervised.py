@@ -11,7 +11,8 @@ from megappo.check.megatron import eight_bit_findings, size_findings
 from megappo.check.memory import training_fit_findings
 from megappo.check.model_files import has_chat_template, tokenizer_problems, weight_problems
 from megappo.check.run_folder import checkpoint_steps, differences, is_unvalidated, place_findings
-from megappo.config import ConfigError, RunConfig, SupervisedConfig, Task, load_supervised
+from megappo.check.unused import unused_findings
+from megappo.config import ConfigError, SupervisedConfig, Task, load_supervised
 from megappo.data.prompt_files import PromptFile, read_columns
 from megappo.formats.safetensors_files import set_aside
 from megappo.models.spec import ModelError, ModelSpec, read_model_spec
@@ -55,7 +56,7 @@ def supervised_findings(config: SupervisedConfig, task: Task) -> Iterator[str]:
         yield from _model_findings(config, task, spec)
     yield from _pool_findings(config, spec)
     yield from _data_findings(config, task)
-    yield from _unused_findings(config.run)
+    yield from unused_findings(config)
     yield from supervised_folder_findings(config)
 
 
@@ -125,21 +126,6 @@ def _data_findings(config: SupervisedConfig, task: Task) -> Iterator[str]:
                     f"data.{split}: {path}: its prompts are chat messages, and {folder} has no chat template: add "
                     "chat_template.jinja there, or write prompts as strings"
                 )
-    if config.run.validate_every and not config.data.validation:
-        yield Advice(
-            f"run.validate_every: {config.run.validate_every} has no effect without data.validation: name files there"
-        )
-
-
-def _unused_findings(run: RunConfig) -> Iterator[str]:
-    """Keys of a run that are for PPO only."""
-    if run.restarts:
-        yield Advice(
-            f"run.restarts: {run.restarts} has no effect, as only PPO starts over by itself: leave it out, and start "
-            "the run again after a loss; it goes on from its last checkpoint"
-        )
-    if not run.dump_rollouts:
-        yield Advice("run.dump_rollouts: false has no effect, as nothing is generated: leave it out")
 
 
 def _kind_problems(file: PromptFile, task: Task) -> Iterator[str]:

@@ -18,11 +18,11 @@ Estimator = Literal["gae", "grpo", "dr_grpo", "rloo", "remax", "reinforce_plus_p
 class KLConfig:
     in_reward: bool = key("take the KL penalty off the token rewards", True)
     coef: float = key("(first) coefficient of the penalty in the reward", 0.001, at_least=0)
-    estimator: KLEstimator = key("KL estimator in the reward", "k1")
+    estimator: KLEstimator = key("KL estimator in the reward, and of actor/reward_kl_penalty", "k1")
     target: float | None = key("KL per response that an adaptive coefficient steers to; null: fixed", None, above=0)
     horizon: int = key("responses over which the adaptive coefficient adjusts", 10000, at_least=1)
     loss_coef: float = key("coefficient of a KL term in the actor's loss; 0: none", 0.0, at_least=0)
-    loss_estimator: KLEstimator = key("KL estimator in the loss", "k3")
+    loss_estimator: KLEstimator = key("KL estimator in the loss; the gradient of k1 is 0 on average", "k3")
 
     @property
     def in_use(self) -> bool:
