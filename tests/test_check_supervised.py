@@ -11,6 +11,7 @@ import pytest
 from small_project import write_model
 
 from megappo.check.supervised import check_supervised_file
+from megappo.check.unused import SUPERVISED
 from megappo.cli import main
 
 CONFIG = """\
@@ -128,11 +129,13 @@ def test_responses_of_another_kind(folder: Path) -> None:
 
 
 def test_keys_without_effect(folder: Path) -> None:
-    _, errors, warnings = check_supervised_file(
-        "config.yaml", ("run.restarts=3", "run.dump_rollouts=false"), "reward-train"
-    )
+    given = {"run.validate_every": "2", "run.validate_before": "false", "run.peak_tflops": "9.0", "run.restarts": "3"}
+    given |= {"run.dump_rollouts": "false", "run.upload_timeout_s": "9.0", "optimizer.min_lr_ratio": "0.5"}
+    assert given.keys() == SUPERVISED.keys()
+    overrides = (*(f"{key}={value}" for key, value in given.items()), "data.validation=[]")
+    _, errors, warnings = check_supervised_file("config.yaml", overrides, "reward-train")
     assert not errors
-    assert [line.partition(" has no effect")[0] for line in warnings] == ["run.restarts: 3", "run.dump_rollouts: false"]
+    assert [line.partition(" has no effect")[0] for line in warnings] == [f"{key}: {given[key]}" for key in given]
 
 
 def test_resuming_with_other_data(folder: Path) -> None:

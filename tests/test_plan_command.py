@@ -16,6 +16,7 @@ from qwen import write_qwen
 from test_cli import HEAVY, command
 
 from megappo.check import check_file
+from megappo.check.unused import unused_findings
 from megappo.cli import main
 from megappo.config import load_config
 from megappo.layout.devices import NUMBERS, PROFILES
@@ -384,6 +385,7 @@ def test_a_search_for_engines_that_generate_meanwhile_gives_them_a_pool(one: Pat
     for found in search(config, PROFILES["H200"], full_workload(config), 4, 8).best:
         roles = found.config.roles
         assert roles.rollout.pool not in {role.pool for role in roles.megatron.values()}
+        assert list(unused_findings(found.config)) == []  # such as sleep, which the configuration has off
 
 
 def test_a_search_without_critic_and_reference(one: Path, capsys: pytest.CaptureFixture[str]) -> None:

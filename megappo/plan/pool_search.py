@@ -194,7 +194,8 @@ class PoolSearch:
         torch_keeps = max((one.passing for one in choices), default=0) if kept else 0
         given = self.config.roles.rollout
         asleep: Sleep = "drop" if given.sleep == "off" else given.sleep
-        ways: list[tuple[Sleep, int]] = [(asleep, 0), ("off", peak)] if megatron else [(given.sleep, 0)]
+        # Engines with devices of their own never sleep, whatever is configured: then the default is.
+        ways: list[tuple[Sleep, int]] = [(asleep, 0), ("off", peak)] if megatron else [("drop", 0)]
         idle = resting + fixed + torch_keeps
         for sleep, beside in ways:
             taken = max(idle, beside)
