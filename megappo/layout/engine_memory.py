@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from megappo.layout.memory import FLOAT32, GIB, Shape
 
@@ -33,7 +33,7 @@ class EngineMemory:
     @property
     def least(self) -> int:
         """Without less than this the engine does not start."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return self.weights + self.sequence + self.working + self.overhead
 
 
 def engine_memory(

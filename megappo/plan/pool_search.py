@@ -105,6 +105,7 @@ class PoolSearch:
         self.best = cache(self._best)
         self.choices = cache(self._choices)
         self.engine = cache(self._engine)
+        self.engine_sizes = cache(self._engine_sizes)
 
     def pool(self, devices: int) -> PoolConfig:
         """Full nodes, or a part of one."""
@@ -115,11 +116,12 @@ class PoolSearch:
         megatron = tuple(name for name in names if name != "rollout")
         offloads: tuple[Offload, ...] = ("none", "optimizer", "all") if len(names) > 1 else ("none",)
         best: Sharing | None = None
+        at_least = self._quickest_engine(devices, bool(megatron)) if "rollout" in names else 0.0
         for offload in offloads:
             lists = [self.choices(name, devices, offload) for name in megatron]
             combinations = sorted(product(*lists), key=lambda choices: sum(choice.seconds for choice in choices))
             for choices in combinations:
-                if choices and best and sum(choice.seconds for choice in choices) >= best.seconds:
+                if choices and best and sum(choice.seconds for choice in choices) + at_least >= best.seconds:
                     break
                 for sharing in self._fitting(names, megatron, choices, devices):
                     if best is None or sharing.seconds < best.seconds:
@@ -200,7 +202,7 @@ class PoolSearch:
         for sleep, beside in ways:
             taken = max(idle, beside)
             share = min(int((self.room - taken) / self.device.memory * SHARES) / SHARES, 0.9)
-            for tp in self._engine_sizes(devices):
+            for tp in self.engine_sizes(devices):
                 rollout, engine, generating = self.engine(tp, share, sleep, devices, bool(megatron))
                 if self._enough(names, devices, taken + engine.least) and share * self.device.memory >= engine.least:
                     yield Sharing(phases | generating, roles, rollout)
@@ -229,6 +231,12 @@ class PoolSearch:
         config = replace(config, roles=roles, pools={rollout.pool: self.pool(devices)})
         phases = {GENERATE: rollout_phase(config, self.device, self.work), **engine_rest_phases(config, self.device)}
         return rollout, rollout_memory(config), {key: phase.seconds for key, phase in phases.items()}
+
+    def _quickest_engine(self, devices: int, shared: bool) -> float:
+        """Seconds that engines take at least, whatever they have of the devices' memory."""
+        shares = [number / SHARES for number in range(SHARES + 1) if number / SHARES <= 0.9] + [0.9]
+        ways = product(self.engine_sizes(devices), shares)
+        return min(sum(self.engine(tp, share, "off", devices, shared)[2].values()) for tp, share in ways)
 
     def _engine_sizes(self, devices: int) -> list[int]:
         spec = self.specs["actor"]
