@@ -30,7 +30,7 @@ class Ahead:
 
     def __init__(self, config: Config, collector: Collector) -> None:
         self._collector, self._steps, self._staleness = collector, config.run.steps, config.ppo.staleness
-        self._max_response = config.data.max_response
+        self._max_response, self._limit_s = config.data.max_response, config.run.timeout_s
         self._begun: Begun | None = None
         self._ready: dict[int, Collected] = {}
 
@@ -81,8 +81,8 @@ class Ahead:
             if "weight_version" not in rows.column_names:
                 rows = done(rows)
             greedy = folder / f"{_GREEDY}{step}.parquet"
-            more = batch_of(read_held(greedy)[0]) if greedy.exists() else None
-            self._ready[step] = Collected(batch_of(rows), greedy=more, **note)
+            more = batch_of(read_held(greedy)[0], self._limit_s) if greedy.exists() else None
+            self._ready[step] = Collected(batch_of(rows, self._limit_s), greedy=more, **note)
 
 
 def write_held(path: Path, rows: pa.Table, note: dict[str, Any]) -> None:

@@ -29,7 +29,8 @@ class Replayer:
         """
         rows = load_replay(self.config.data.replay[step], limits_of(self.config))
         scored = "score" in rows.column_names
-        return Collected(batch_of(rows), position + self.config.data.prompts_per_step, scored)
+        batch = batch_of(rows, self.config.run.timeout_s)
+        return Collected(batch, position + self.config.data.prompts_per_step, scored)
 
     def settle(self) -> None:
         """Nothing is generated meanwhile."""

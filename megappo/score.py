@@ -140,7 +140,7 @@ def writing(out: str) -> Iterator[IO[bytes]]:
 
 def _scored(config: Config, cluster: ScoringCluster, answers: pa.Table) -> pa.Table:
     """Answers with rewards and log-probabilities; the actor's also as those of the sampler."""
-    batch = batch_of(answers)
+    batch = batch_of(answers, cluster.calls.timeout_s)
     temperature = config.roles.rollout.temperature
     pending: list[Any] = [cluster.reward.score(batch)]
     for role, column in LOGPROBS.items():
@@ -152,7 +152,7 @@ def _scored(config: Config, cluster: ScoringCluster, answers: pa.Table) -> pa.Ta
 
 
 def _rewards(cluster: ScoringCluster, answers: pa.Table) -> pa.Table:
-    batch = batch_of(answers)
+    batch = batch_of(answers, cluster.calls.timeout_s)
     (scores,) = cluster.calls.gather(cluster.reward.score(batch))
     return batch.with_columns(scores).read("score", "failed")
 

@@ -66,7 +66,8 @@ class Streamed:
             self._merge(engines.wait(rows_of.column(missing, "id")))
         held = self._held.pop(step)
         rows = done(held.rows)
-        return Collected(batch_of(rows), held.position, metrics=staleness_metrics(rows, step))
+        batch = batch_of(rows, self.config.run.timeout_s)
+        return Collected(batch, held.position, metrics=staleness_metrics(rows, step))
 
     def settle(self) -> None:
         """Interrupt the engines, before they get new weights."""

@@ -156,7 +156,7 @@ class _Trainer:
         """
         run, began = self.config.run, time.time()
         size, position = self.config.data.batch, self.step * self.config.data.batch
-        rows = batch_of(self.train.rows(self.order.take(position, size)))
+        rows = batch_of(self.train.rows(self.order.take(position, size)), run.timeout_s)
         rate = learning_rate(self.step, peak=self.config.lr, total_steps=run.steps, optimizer=self.config.optimizer)
         everything = np.arange(len(rows.ids))
         update = self.cluster.model.update(rows, [everything], self.kind.objective, rate)
@@ -212,10 +212,10 @@ class _Trainer:
         return {**self._validate(self.validation), "timing_s/testing": time.time() - began}
 
     def _validate(self, examples: Examples) -> Metrics:
-        rows = batch_of(examples.rows(np.arange(len(examples))))
+        rows = batch_of(examples.rows(np.arange(len(examples))), self.config.run.timeout_s)
         scoring: Pending[list[TableRef]] = self.cluster.model.score(self.kind.method, rows, **self.kind.options)
         (tables,) = self.cluster.calls.gather(scoring)
-        scored = rows_of.take_ids(get_table(tables).combine_chunks(), rows.ids)
+        scored = rows_of.take_ids(get_table(tables, rows.limit_s).combine_chunks(), rows.ids)
         if self.task == "sft":
             loss = -float(rows_of.flat(scored, "logprobs").mean(dtype=np.float64))
             return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0))}

@@ -194,11 +194,13 @@ def test_batches_of_dynamic_sampling_are_taken_up_by_engines_that_draw_all_the_t
         }
     )
     ahead = Ahead(at.config, at)
-    ahead._ready[2] = Collected(batch_of(rows), 9, scored=True, rounds=[6, 4], metrics={"train/num_gen_batches": 2.0})
+    known = {"rounds": [6, 4], "metrics": {"train/num_gen_batches": 2.0}}
+    ahead._ready[2] = Collected(batch_of(rows, 60.0), 9, scored=True, **known)
     ahead.save(tmp_path)
     again = Ahead(at.config, at)
     again.load(tmp_path)
     assert again._ready[2].drawn == (6, 4) and again._ready[2].metrics == {"train/num_gen_batches": 2.0}
+    assert again._ready[2].batch.limit_s == at.config.run.timeout_s
     streamed = Streamed(at.config, at.cluster, at.prompts)
     streamed.load(tmp_path)
     (held,) = streamed._held.values()

@@ -7,9 +7,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from ray.exceptions import GetTimeoutError, OwnerDiedError
 
 from megappo.cluster import dataflow
-from megappo.cluster.dataflow import Batch, put_table
+from megappo.cluster.calls import Pending, WorkerLost
+from megappo.cluster.dataflow import Batch, TableRef, batch_of, get_table, put_table
+from megappo.cluster.rewards import RewardGroup
+from megappo.config import LengthPenaltyConfig, RewardConfig
 
 
 class Store:
@@ -18,6 +22,8 @@ class Store:
     def __init__(self) -> None:
         self.tables: list[pa.Table] = []
         self.fetched: list[int] = []
+        self.limits: list[float | None] = []
+        self.failure: Exception | None = None
 
     def put(self, table: pa.Table) -> int:
         self.tables.append(table)
@@ -25,6 +31,9 @@ class Store:
 
     def get(self, refs: list[int], timeout: float | None = None) -> list[pa.Table]:
         self.fetched += refs
+        self.limits.append(timeout)
+        if self.failure is not None:
+            raise self.failure
         return [self.tables[ref] for ref in refs]
 
 
@@ -108,3 +117,62 @@ def test_rows_of_several_batches(batch: Batch) -> None:
     }
     with pytest.raises(KeyError, match="row 13 is not in the batch"):
         rows.take(np.array([1, 13]))
+
+
+# --- what does not come ----------------------------------------------------------------------------------------------
+
+
+LOSSES = pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        (OwnerDiedError("85748392", b"", ""), "rows of the batch are gone with the process that held them: "),
+        (GetTimeoutError(), r"rows of the batch did not come within run\.timeout_s = 7 s"),
+    ],
+    ids=["gone", "late"],
+)
+
+
+@LOSSES
+def test_tables_that_do_not_come_are_a_loss(store: Store, failure: Exception, told: str) -> None:
+    refs = [put_table(table([1], score=[1.0])), put_table(table([2], score=[2.0]))]
+    assert get_table(refs, 7.0).column("score").to_pylist() == [1.0, 2.0] and store.limits == [7.0]
+    store.failure = failure
+    with pytest.raises(WorkerLost, match=told):
+        get_table(refs, 7.0)
+
+
+@LOSSES
+def test_columns_that_workers_add_come_in_time_or_are_a_loss(store: Store, failure: Exception, told: str) -> None:
+    """Also to a batch whose own rows are the driver's."""
+    rows = table([3, 4], prompt_ids=[[1], [1, 2]], response_ids=[[5, 6], [7]])
+    batch = batch_of(rows, 7.0).with_columns([put_table(table([4, 3], values=[4.0, 3.0]))])
+    assert batch.tokens.tolist() == [2, 2]
+    for one in (batch, batch.take(np.array([4])), Batch.joined([batch])):
+        one.read("values")
+    assert store.limits == [7.0] * 3
+    store.failure = failure
+    with pytest.raises(WorkerLost, match=told):
+        batch.read("values")
+
+
+class Functions:
+    """A process that has scored everything at once."""
+
+    def each(self, *_: Any) -> Pending[list[TableRef]]:
+        scores = table([3, 4], score=np.zeros(2, np.float32), failed=[False] * 2, failure=[None] * 2)
+        ref = put_table(scores)
+        return Pending((), lambda _: [ref])
+
+
+@LOSSES
+def test_scores_that_do_not_come_are_a_loss(store: Store, failure: Exception, told: str) -> None:
+    """Those that the driver makes one score of, once all have been told."""
+    config, functions = RewardConfig(function="x", length_penalty=LengthPenaltyConfig(per_token=1.0)), Functions()
+    rows = table([3, 4], prompt_ids=[[1], [1]], response_ids=[[5, 6], [7]], data_source=["a", "a"])
+    scoring = RewardGroup(functions, None, config, "").score(batch_of(rows, 7.0))  # type: ignore[arg-type]
+    (scored,) = scoring.combine([])
+    assert store.tables[scored.ref].column("score").to_pylist() == [-2.0, -1.0]  # type: ignore[call-overload]
+    assert store.limits == [7.0] * 2
+    store.failure = failure
+    with pytest.raises(WorkerLost, match=told):
+        scoring.combine([])

@@ -239,7 +239,7 @@ def test_each_token_has_the_log_probability_of_the_weights_that_drew_it(shared: 
         folder = f"{streamed}/checkpoints/step_{version}" if version else str(shared.folder)
         cluster.gather(cluster.actor.load(str(Path(folder, "actor").absolute())))
         for step, (_, rows) in steps_of(streamed).items():
-            scored = batch_of(rows.select(["id", "prompt_ids", "response_ids"]))
+            scored = batch_of(rows.select(["id", "prompt_ids", "response_ids"]), 60.0)
             (tables,) = cluster.gather(cluster.actor.score("logprobs", scored, column="cold", temperature=1.0))
             found[version, step] = rows_of.flat(scored.with_columns(tables).read("cold"), "cold")
     right, wrong = [], []

@@ -6,7 +6,8 @@ tables that hold its rows, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,9 +34,28 @@ class TableRef:
     columns: tuple[str, ...]
 
 
-def get_table(refs: Sequence[TableRef]) -> pa.Table:
-    """Fetch tables with the same columns, one under the other."""
-    return pa.concat_tables(ray.get([table.ref for table in refs]))
+def get_table(refs: Sequence[TableRef], limit_s: float | None) -> pa.Table:
+    """Fetch tables with the same columns, one under the other, into the driver.
+
+    Args:
+        limit_s: how long that may take, in seconds: the calls' limit.
+
+    Raises:
+        WorkerLost: a process or node is gone with them, or does not hand them over.
+    """
+    with _losses_told(limit_s):
+        return pa.concat_tables(ray.get([table.ref for table in refs], timeout=limit_s))
+
+
+@contextmanager
+def _losses_told(limit_s: float | None) -> Iterator[None]:
+    """Around what the driver fetches: the object store's errors as the loss that they are."""
+    try:
+        yield
+    except GetTimeoutError:
+        raise WorkerLost(f"rows of the batch did not come within run.timeout_s = {limit_s:g} s") from None
+    except RayError as error:
+        raise WorkerLost(f"rows of the batch are gone with the process that held them: {error}") from None
 
 
 def put_table(table: pa.Table) -> TableRef:
@@ -150,18 +170,18 @@ class Batch:
         """Fetch some columns of all rows.
 
         Raises:
-            WorkerLost: a process or node is gone with the rows that it held.
+            WorkerLost: a process or node is gone with the rows that it held, or does not hand them over.
         """
-        try:
+        with _losses_told(self.limit_s):
             return self.select(columns).read(self.limit_s)
-        except GetTimeoutError:
-            raise WorkerLost(f"rows of the batch did not come within run.timeout_s = {self.limit_s:g} s") from None
-        except RayError as error:
-            raise WorkerLost(f"rows of the batch are gone with the process that held them: {error}") from None
 
 
-def batch_of(rows: pa.Table) -> Batch:
-    """The batch of these rows, which have ``id``, ``prompt_ids``, ``response_ids`` and all else that it shall have."""
+def batch_of(rows: pa.Table, limit_s: float) -> Batch:
+    """The batch of these rows, which have ``id``, ``prompt_ids``, ``response_ids`` and all else that it shall have.
+
+    Args:
+        limit_s: see :class:`Batch`; columns that workers add later are theirs, and may be gone with them.
+    """
     responses = rows_of.lengths(rows, "response_ids")
     tokens = rows_of.lengths(rows, "prompt_ids") + responses - 1
-    return Batch(rows_of.column(rows, "id"), tokens, responses, ((put_table(rows),),))
+    return Batch(rows_of.column(rows, "id"), tokens, responses, ((put_table(rows),),), limit_s=limit_s)

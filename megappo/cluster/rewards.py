@@ -52,8 +52,8 @@ class RewardGroup:
         calls = (*running.calls, *(judging.calls if judging else ()))
 
         def combine(results: list[Any]) -> list[TableRef]:
-            said = get_table(running.combine(results[: len(running.calls)]))
-            judged = get_table(judging.combine(results[len(running.calls) :])) if judging else None
+            said = get_table(running.combine(results[: len(running.calls)]), batch.limit_s)
+            judged = get_table(judging.combine(results[len(running.calls) :]), batch.limit_s) if judging else None
             return [put_table(mix(said, judged, sources, batch.response_tokens, self.config))]
 
         return Pending(calls, combine)
