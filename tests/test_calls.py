@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import ObjectReconstructionFailedError, OwnerDiedError
 
 from megappo.cluster import calls
-from megappo.cluster.calls import Call, Calls, Pending, Place, Timed, WorkerFailed, WorkerLost, _Failure
+from megappo.cluster.calls import NAMED, Call, Calls, Pending, Place, Timed, WorkerFailed, WorkerLost, _Failure
 from megappo.cluster.pools import PoolError, reserve_pools
 from megappo.config import PoolConfig, RunConfig
 
@@ -45,6 +45,14 @@ def test_who_waited_out_a_limit_comes_before_those_whom_its_end_cut_off() -> Non
     late = failure(1, "TransferError: actor rank 1 sent nothing within 4.5 s (Timed out waiting)")
     error = Calls(1.0)._blame([gone, late])
     assert isinstance(error, WorkerLost) and str(error).startswith("actor rank 1 ") and "within 4.5 s" in str(error)
+
+
+def test_of_hundreds_that_failed_too_a_few_are_named() -> None:
+    dead = failure(400, "The actor is dead", died=True)
+    error = Calls(1.0)._blame([*(failure(rank, "NCCL error: connection closed") for rank in range(300)), dead])
+    last = str(error).splitlines()[-1]
+    assert last.startswith("then also failed: actor rank 0 (pool train, node 10.0.0.0), actor rank 1 (")
+    assert last.count("actor rank") == NAMED and last.endswith(f") and {300 - NAMED} more")
 
 
 def test_an_error_of_the_program_is_none() -> None:

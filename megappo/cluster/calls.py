@@ -19,6 +19,9 @@ Result = TypeVar("Result")
 GRACE_S = 2.0
 """How long further failures are collected after the first, in seconds."""
 
+NAMED = 8
+"""Of so many places a message gives the names; the others are counted."""
+
 
 class WorkerFailed(RuntimeError):
     """A worker raised, died or did not answer in time; the message names role, rank and node."""
@@ -161,7 +164,7 @@ class Calls:
         sights = self._sights()
         late = [sight.name for sight in sights if sight.late and sight.name in due] or list(due)
         return (
-            f"{oldest.method}: no answer within run.timeout_s = {self.timeout_s:g} s from {', '.join(late)}; "
+            f"{oldest.method}: no answer within run.timeout_s = {self.timeout_s:g} s from {_few(late)}; "
             f"see {due[late[0]].log}\n{_table(sights)}"
         )
 
@@ -212,7 +215,7 @@ class Calls:
             failures += self._take(ready)
         cause = min(failures, key=lambda failure: (failure.rank, failure.is_echo))
         others = sorted({str(failure.call.place) for failure in failures} - {str(cause.call.place)})
-        also = f"\nthen also failed: {', '.join(others)}" if others else ""
+        also = f"\nthen also failed: {_few(others)}" if others else ""
         if cause.died:
             headline = f"{cause.call.place} died in {cause.call.method} (killed, or out of memory?): {cause.text}"
         elif cause.broke_device:
@@ -268,6 +271,12 @@ class _Failure:
         if self.died or self.broke_device:
             return _DEATH
         return _BROKEN if any(sign in self.text for sign in BROKEN_BY_OTHERS) else _OWN_ERROR
+
+
+def _few(names: Sequence[str]) -> str:
+    """The first names, and how many others there are."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def _table(sights: Sequence[Sight]) -> str:
