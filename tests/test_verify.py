@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +12,9 @@ import torch
 from test_transfer import CASES, MODEL, numbered, small
 
 from megappo.layout.mesh import Layout
-from megappo.reshard.actor_to_rollout import TransferSpec
+from megappo.reshard.actor_to_rollout import NAMED, Receipt, TransferSpec, total_receipt
 from megappo.reshard.copies import Copy
+from megappo.reshard.endpoint import Endpoint
 from megappo.reshard.routes import DEVICE, distance
 from megappo.reshard.transfer import destination_block
 from megappo.reshard.verify import MOST, ROW, SHARE, Verifier, _all_multipliers, _device_checksums, checksums, stamped
@@ -109,6 +112,29 @@ def test_a_sample_finds_what_it_looks_at_and_no_more() -> None:
     assert [copy.param for copy in first] == [victim]
     assert [copy.param for found in later for copy in found] == [victim]
     assert first[0].source == 0  # the sender of the first columns
+
+
+def test_what_is_wrong_everywhere_is_told_in_a_few_lines() -> None:
+    """Of every rank one, before a second of any; all are counted."""
+    transfer, receiver = small(False), 2
+    copies = [copy for copy in transfer.part(receiver) if copy.destination == receiver] * 9
+    assert len(copies) > 3 * NAMED
+    end: Any = SimpleNamespace(
+        _transfer=transfer, verifier=SimpleNamespace(differences=lambda *_: [(copy, 4) for copy in copies])
+    )
+    count, lines = Endpoint.mismatches(end, 5, {}, {})
+    assert (count, len(lines)) == (len(copies), NAMED)
+    assert lines[0].startswith("weight sync 5: ") and lines[0].endswith("has it (which sent version 4)")
+
+    ranks = [Receipt(1, 2, count, tuple(f"{rank}: {line}" for line in lines)) for rank in range(NAMED - 3)]
+    ranks += [Receipt(1, 2), Receipt(1, 2, 1, ("alone",))]
+    total = total_receipt(ranks)
+    assert total[:3] == total_receipt([total_receipt(ranks[:7]), total_receipt(ranks[7:])])[:3]
+    assert total[:3] == (len(ranks), 2 * len(ranks), 1 + count * (NAMED - 3))
+    told = total.complaint.splitlines()
+    assert len(told) == NAMED + 1 and "alone" in told
+    assert told[-1] == f"and {1 + count * (NAMED - 3) - NAMED:,} more regions"
+    assert total_receipt([Receipt(), Receipt(1, 2, 1, ("alone",))]).complaint == "alone" and not Receipt().complaint
 
 
 def test_what_is_known_without_the_plan() -> None:

@@ -188,8 +188,8 @@ class Measured(Endpoint):
 
 
 def _checked(endpoint: Endpoint, params: Mapping[str, torch.Tensor]) -> None:
-    if mismatches := endpoint.sync(1, params).mismatches:
-        raise BenchError("\n".join(mismatches))
+    if complaint := endpoint.sync(1, params).complaint:
+        raise BenchError(complaint)
 
 
 def _digests(params: Mapping[str, torch.Tensor]) -> dict[str, int]:

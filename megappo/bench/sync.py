@@ -66,7 +66,7 @@ def run(size: str, folder: str, out: str | None) -> None:
         times.append(time.perf_counter() - began)
     extra = free - torch.cuda.mem_get_info()[0]
     if receipt.mismatches:
-        raise BenchError("\n".join(receipt.mismatches))
+        raise BenchError(receipt.complaint)
     received = receipt.received
     found = engine.engine.collective_rpc("megappo_checksums")[0]
     if abs(found["model.norm.weight"] - sums["norm"]) > 1e-3 or found["model.embed_tokens.weight"] != sums["embedding"]:

@@ -109,7 +109,7 @@ class WeightSync:
             receipt, sent = self.calls.gather(receiving, sending)
             sent += receipt.sent  # passed on between workers
         if receipt.mismatches:
-            raise WeightMismatch("\n".join(receipt.mismatches))
+            raise WeightMismatch(receipt.complaint)
         if receipt.received != sent:
             raise WeightMismatch(f"weight sync {version}: {sent} bytes were sent, {receipt.received} received")
         if self._actor_weights_leave:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import prod
 from typing import NamedTuple
 
@@ -150,20 +151,33 @@ class Probed(NamedTuple):
     staged: tuple[str, ...]
 
 
+NAMED = 20
+"""Regions that a receipt describes, of those that did not arrive: of a large model it may be millions."""
+
+
 class Receipt(NamedTuple):
     """What a sync did on one rank, or on several.
 
     Attributes:
         sent, received: bytes.
-        mismatches: regions that did not arrive as they were sent, one line each.
+        mismatched: regions that did not arrive as they were sent.
+        mismatches: some of them, at most :data:`NAMED`, one line each.
     """
 
     sent: int = 0
     received: int = 0
+    mismatched: int = 0
     mismatches: tuple[str, ...] = ()
+
+    @property
+    def complaint(self) -> str:
+        """What did not arrive, for people: a line each, and how many more there are."""
+        more = self.mismatched - len(self.mismatches)
+        return "\n".join([*self.mismatches, *([f"and {more:,} more regions"] if more else [])])
 
 
 def total_receipt(receipts: Iterable[Receipt]) -> Receipt:
-    """What several ranks did together."""
-    sent, received, mismatches = zip(*receipts, strict=True)
-    return Receipt(sum(sent), sum(received), tuple(line for lines in mismatches for line in lines))
+    """What several ranks did together; of each that misses something a line comes before a second one of any."""
+    sent, received, mismatched, mismatches = zip(*receipts, strict=True)
+    by_turns = [line for lines in zip_longest(*mismatches) for line in lines if line is not None]
+    return Receipt(sum(sent), sum(received), sum(mismatched), tuple(by_turns[:NAMED]))

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from megappo.reshard.actor_to_rollout import Meeting, Receipt, TransferSpec
+from megappo.reshard.actor_to_rollout import NAMED, Meeting, Receipt, TransferSpec
 from megappo.reshard.copies import Copy
 from megappo.reshard.gloo import SUMS, GlooTransport
 from megappo.reshard.messages import make_messages
@@ -118,18 +118,21 @@ class Endpoint:
         moved = carry_out(self.rank, self._messages, in_flight, blocks_of, self._carrier, arrived, under_way, landing)
         if not early:
             sent, received = self.verifier.sent_sums(version, params), self.verifier.received_sums(version, params)
-        return Receipt(*moved, self._compare(version, sent, received))
+        return Receipt(*moved, *self._compare(version, sent, received))
 
     def mismatches(
         self, version: int, found: Mapping[int, torch.Tensor], said: Mapping[int, torch.Tensor]
-    ) -> tuple[str, ...]:
-        """What differs from what the senders said, one line a region; see :meth:`Verifier.differences`."""
-        describe = self._transfer.describe
-        return tuple(
+    ) -> tuple[int, tuple[str, ...]]:
+        """How many regions differ from what the senders said, and a line for each of the first :data:`NAMED`.
+
+        See :meth:`Verifier.differences`.
+        """
+        describe, different = self._transfer.describe, self.verifier.differences(version, found, said)
+        return len(different), tuple(
             f"weight sync {version}: {copy.name} at {copy.param}{list(copy.offset)}, size {list(copy.size)}, came to "
             f"{describe(copy.destination)} otherwise than {describe(copy.source)} has it"
             + (f" (which sent version {sent})" if sent != version else "")
-            for copy, sent in self.verifier.differences(version, found, said)
+            for copy, sent in different[:NAMED]
         )
 
     def _carrier(self, peer: int) -> Transport:
@@ -137,8 +140,8 @@ class Endpoint:
 
     def _compare(
         self, version: int, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]
-    ) -> tuple[str, ...]:
-        """Exchange checksums of what was sent and received; returns what differs, one line a region."""
+    ) -> tuple[int, tuple[str, ...]]:
+        """Exchange checksums of what was sent and received; see :meth:`mismatches`."""
         said = self.verifier.empty_sums(version)
         works = [self._gloo.expect(sums, source, SUMS) for source, sums in said.items()]
         works += [self._gloo.post(stamped(version, sums), to, SUMS) for to, sums in sent.items()]

@@ -127,7 +127,7 @@ class WeightReceiver:
         own = self._endpoint.rank
         said = {source: torch.tensor(found[own]) for source, found in sums.items() if own in found}
         found = self._endpoint.verifier.received_sums(version, self._received)
-        receipt = Receipt(0, received, self._endpoint.mismatches(version, found, said))
+        receipt = Receipt(0, received, *self._endpoint.mismatches(version, found, said))
         self._merge()
         return receipt
 
