@@ -175,6 +175,25 @@ def test_the_living_take_over_what_the_dead_were_asked_and_successors_serve_afte
     assert at.starter.started[1].asked[-1] == ("generate", ("c",))
 
 
+def test_nobody_waits_for_a_successor_while_others_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they draw on, or begin what comes next with the same weights: a further round, or a validation."""
+    at = scene(monkeypatch, died(1), replacements=3)
+    taken_over = [(0, "generate ('a',)"), (0, "generate ('b',)"), (2, "generate ('c',)")]
+    assert at.generate() == taken_over and at.generate() == taken_over
+    assert [member.place.rank for member in at.serving.members(4)] == [0, 2]
+    assert at.weights.events == []
+    at.serving.survive(died(0, 2))
+    assert [member.place.rank for member in at.serving.members(4)] == [0, 1, 2]
+    assert at.weights.events == ["reconnect", "sync 4"]
+
+
+def test_a_successor_that_dies_as_it_starts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = scene(monkeypatch, died(1), replacements=3)
+    at.generate()
+    with pytest.raises(WorkerLost):
+        at.serving.survive(died(1))
+
+
 def test_without_any_left_the_successors_get_the_weights_first(monkeypatch: pytest.MonkeyPatch) -> None:
     at = scene(monkeypatch, died(0, 1, 2), replacements=3)
     assert at.generate() == [(0, "generate ('a',)"), (1, "generate ('b',)"), (2, "generate ('c',)")]

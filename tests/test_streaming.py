@@ -68,9 +68,9 @@ class Scene:
     told: list[Callable[[Collection[int]], None]] = field(default_factory=list)
     limited: list[str] = field(default_factory=list)
 
-    def members(self, version: int) -> tuple[Member, ...]:
-        places = (Place("rollout", engine.rank, "serve", "node", "log") for engine in self.engines)
-        return tuple(Member(engine, place) for engine, place in zip(self.engines, places, strict=True))
+    def members(self, version: int) -> list[Member]:
+        living = [engine for engine in self.engines if engine.rank not in self.dead]
+        return [Member(engine, Place("rollout", engine.rank, "serve", "node", "log")) for engine in living]
 
     def on_loss(self, told: Callable[[Collection[int]], None]) -> None:
         self.told.append(told)
@@ -141,6 +141,9 @@ def test_a_death_while_some_are_waited_for_ends_the_turn_with_what_the_living_ha
     ended = dict(zip(found.column("id").to_pylist(), found.column("finish_reason").to_pylist(), strict=True))
     assert ended[2] == "stop" and ended[3] is None  # what the living had handed over is not drawn again
     assert not streaming.is_running
+    start(streaming)  # with what is to be drawn, of which these are as good as any
+    assert at.engines[1].ids == list(range(8))
+    assert ids(streaming.stop()) == list(range(8))
 
 
 def test_what_was_waited_for_before_a_death_is_not_given_twice(scene: tuple[Scene, Streaming]) -> None:

@@ -44,6 +44,8 @@ class Flight:
 class Serving:
     """Engines that have devices of their own. One that dies is replaced; the others take over what it was asked.
 
+    Nobody waits for a successor that is starting before the next weight sync, unless no engine is left.
+
     Its state: what is being generated; the successors that are starting, by number of the engine; and how many died
     since the last weight sync.
     """
@@ -75,10 +77,15 @@ class Serving:
         """The engines, successors of dead ones among them."""
         return self._weights.rollout
 
-    def members(self, version: int) -> tuple[Member, ...]:
-        """The engines, all of them in service with weights of this version, which the actor has."""
-        self._put_into_service(version)
-        return self.group.members
+    def members(self, version: int) -> list[Member]:
+        """The engines in service, which have weights of this version; the actor has them too.
+
+        If none is left, successors get them.
+        """
+        if not self._in_service():
+            self._connect_successors()
+            self._weights.sync(version)
+        return self._in_service()
 
     def on_loss(self, told: Callable[[Collection[int]], None]) -> None:
         """Have this called with the numbers of engines that died."""
@@ -88,11 +95,11 @@ class Serving:
         """Start to generate with weights of this version.
 
         Args:
-            ahead: the actor trains meanwhile, or has trained already. Its weights are not these then, and successors
-                of dead engines, which would get them, stay out. Otherwise it has these weights.
+            ahead: the actor trains meanwhile, or has trained already. Its weights are not these then, and if no engine
+                is left, successors could not get them. Otherwise it has these weights.
         """
         if not ahead:
-            self._put_into_service(version)
+            self.members(version)
         generation = asked(self.group)
         flight = Flight(generation, version, ahead, [*self._ask(generation, range(len(generation.shares)))])
         self._flights.append(flight)
@@ -156,10 +163,10 @@ class Serving:
         dead = {place.rank for place in loss.died}
         lost = [share for share, (_, call) in enumerate(flight.asked) if call.place.rank in dead]
         self._calls.forget(flight.asked[share][1] for share in lost)
-        if not self._in_service():
-            if flight.ahead:
-                raise loss
-            self._put_into_service(flight.version)
+        if flight.ahead and not self._in_service():
+            raise loss
+        if not flight.ahead:
+            self.members(flight.version)
         for share, asked in zip(lost, self._ask(flight.generation, lost), strict=True):
             flight.asked[share] = asked
 
@@ -175,14 +182,10 @@ class Serving:
     def _in_service(self) -> list[Member]:
         return [member for rank, member in enumerate(self.group.members) if rank not in self._successors]
 
-    def _put_into_service(self, version: int) -> None:
-        if self._connect_successors():
-            self._weights.sync(version)
-
-    def _connect_successors(self) -> bool:
+    def _connect_successors(self) -> None:
         """Wait for successors that are starting, and let them join the weight sync: they serve after the next one."""
         if not self._successors:
-            return False
+            return
         self._calls.gather(*(build for _, build in self._successors.values()))
         (located,) = self._starter.located([member for member, _ in self._successors.values()])
         found = dict(zip(self._successors, located, strict=True))
@@ -190,4 +193,3 @@ class Serving:
         self._successors = {}
         self._weights.reconnect(replace(self.group, members=members))
         self._status(f"back in service after this weight sync: {', '.join(f'engine {rank}' for rank in sorted(found))}")
-        return True
