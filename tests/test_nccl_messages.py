@@ -181,6 +181,21 @@ def test_a_failure_is_heard_before_others_are_waited_for(monkeypatch: pytest.Mon
     assert failing.aborted and other.aborted and not end.unfinished and not end._pairs
 
 
+class Clinging(Failing):
+    """As NCCL may: the communicator of what failed cannot be ended, and whoever asks what went wrong waits for that."""
+
+    def wait(self) -> None:
+        threading.Event().wait()
+
+
+def test_a_failure_is_heard_though_its_communicator_cannot_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "ABORT_S", 0.1)
+    end = transport(Clinging())
+    end.receive(Blocks([torch.zeros(8)]), 1).wait()
+    with pytest.raises(TransferError, match=r"rank 1 sent nothing and is gone \(.* within 0.1 s\)"):
+        end.finish()
+
+
 def test_between_gpus_a_receiver_is_heard_before_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows who is late: with neither done, its error comes first, and both come in time. NCCL is played."""
     ended = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from threading import Thread
@@ -115,6 +115,16 @@ class NcclTransport:
         for end in ends:
             end.join(max(deadline - time.monotonic(), 0.0))
 
+    def within(self, seconds: float, function: Callable[[], Any]) -> None:
+        """Call a function that may hang; see :func:`megappo.time_limit.within`."""
+
+        def call() -> None:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a thread's own
+            function()
+
+        within(seconds, call)
+
     def _message(self, blocks: Blocks) -> PackedMessage:
         packing = self._packings.get(blocks)
         if packing is None:
@@ -145,13 +155,11 @@ class NcclTransport:
         self._pairs[peer, verb] = pair  # from now on it can be aborted
 
         def open_it() -> None:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # a thread's own
             if known is None:
                 pair.eager_connect_single_device(self._device)
             _launch(pair, verb, [self._byte], other)  # connections are made by what first needs them
 
-        within(late.after_s, open_it)
+        self.within(late.after_s, open_it)
 
 
 class NcclWork:
@@ -186,7 +194,11 @@ class NcclWork:
                 if time.monotonic() > deadline:
                     raise self._late.error()
                 time.sleep(POLL_S)
-            self._work.wait()  # raises what went wrong
+            try:
+                # Raises what went wrong, once torch has ended the communicator for that: which has no limit of its own.
+                self._transport.within(ABORT_S, self._work.wait)
+            except TimeoutError:
+                raise self._late.gone(f"its communicator could not be ended within {ABORT_S:g} s") from None
 
 
 class _Lateness:
@@ -199,6 +211,9 @@ class _Lateness:
     def error(self) -> TransferError:
         return TransferError(f"{self._what} within {self._limit_s:g} s")
 
+    def gone(self, why: object) -> TransferError:
+        return TransferError(f"{self._what} and is gone ({why})")
+
     def __enter__(self) -> None:
         pass
 
@@ -208,7 +223,7 @@ class _Lateness:
         if isinstance(error, dist.DistNetworkError):
             raise TransferError(f"{self._what}, and the meeting point of all ranks is gone ({error})") from None
         if isinstance(error, dist.DistBackendError):
-            raise TransferError(f"{self._what} and is gone ({error})") from None
+            raise self.gone(error) from None
 
 
 def _abort(pair: Any) -> None:
