@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 from pathlib import Path
+
+from megappo.file_lock import NoFileLocks, lock
 
 LOCK_NAME = ".lock"
 
@@ -15,7 +16,7 @@ class RunInUse(RuntimeError):
 
 
 class RunFolderError(ValueError):
-    """The run's folder cannot be made or written."""
+    """The run's folder cannot be made, written or locked."""
 
 
 class RunLock:
@@ -25,7 +26,7 @@ class RunLock:
         folder: ``run.dir``; made if need be.
 
     Raises:
-        RunFolderError: it cannot be made or written.
+        RunFolderError: it cannot be made, written or locked.
         RunInUse: another process has it; says which, as that one wrote it into the file.
     """
 
@@ -37,13 +38,16 @@ class RunLock:
         except OSError as error:
             raise RunFolderError(f"run.dir: {folder} cannot be written ({error.strerror}): choose another") from None
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            ours = lock(self._file)
+        except NoFileLocks as error:
+            self._file.close()
+            raise RunFolderError(f"run.dir: {folder}: {error}") from None
+        if not ours:
             owner = self._file.read().strip() or "of unknown host"
             self._file.close()
             raise RunInUse(
                 f"another run ({owner}) is using run.dir {folder}: wait for its end, or choose another run.dir"
-            ) from None
+            )
         self._file.truncate(0)
         self._file.write(f"host {socket.gethostname()}, pid {os.getpid()}\n")
         self._file.flush()

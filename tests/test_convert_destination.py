@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -73,6 +74,17 @@ def test_two_at_once(tmp_path: Path) -> None:
     with destination.writing(target, {}), pytest.raises(ModelError, match="another process is writing it"):
         run(make(tmp_path / "model"), target)
     assert (target / destination.RECORD).is_file()
+
+
+def test_where_there_are_no_locks_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    folder, target = make(tmp_path / "model"), tmp_path / "checkpoint"
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(ModelError, match=r"checkpoint.partial: its file system gives no file locks \(No locks"):
+        run(folder, target)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_second_one_cannot_begin_while_files_are_brought_to_disk(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 from small_run import CONFIG, make_tiny_model
 
+from megappo.check.run_folder import place_findings
 from megappo.cluster import dataflow
 from megappo.cluster.dataflow import Batch, put_table
 from megappo.config import Config, load_config
@@ -28,7 +32,7 @@ from megappo.report import rollout_dump
 from megappo.report.run_log import read_samples
 from megappo.report.step_metrics import batch_metrics
 from megappo.run import SAMPLES, Run, changed_settings, picked
-from megappo.run_lock import RunInUse, RunLock
+from megappo.run_lock import RunFolderError, RunInUse, RunLock
 
 
 @pytest.fixture
@@ -84,6 +88,26 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
             RunLock(tmp_path)
         process.send_signal(signal.SIGKILL)
     RunLock(tmp_path).release()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Where nothing could keep a second run out: before it starts, and by the check, but not at a URL's place."""
+
+    def flock(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    told = (
+        rf"run.dir: run: its file system gives no file locks \({os.strerror(number)}\), .*: choose a folder on another"
+    )
+    with pytest.raises(RunFolderError, match=told):
+        Run(config())
+    assert not (folder / "run/config.yaml").exists()
+    assert re.search(told, "\n".join(map(str, place_findings(config().run))))
+    place = f"file://{folder}/there"
+    (problem,) = place_findings(config(f"run.dir={place}", "run.work_dir=here").run)
+    assert str(problem).startswith("run.work_dir: here: its file system gives no file locks")
 
 
 # --- what it is opened with ------------------------------------------------------------------------------------------

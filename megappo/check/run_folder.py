@@ -14,6 +14,7 @@ from megappo.check.findings import Advice, done, shown, under
 from megappo.check.remote_folder import local_place, remote_folder_findings
 from megappo.checkpoints import STATE_NAME, UNVALIDATED
 from megappo.config import Config, ConfigError, RunConfig, load_config
+from megappo.file_lock import NoFileLocks, lock
 
 FIXED_ON_RESUME = (
     "run.seed",
@@ -76,7 +77,7 @@ def place_findings(run: RunConfig) -> Iterator[str]:
     yield from remote_folder_findings(run)
     yield from under("run.work_dir" if run.work_dir else "run.dir", run_folder_problems(run.folder))
     if run.is_remote and (place := local_place(run.dir)):
-        yield from under("run.dir", run_folder_problems(place))
+        yield from under("run.dir", run_folder_problems(place, locked=False))
     for tracker in run.trackers:
         if not is_installed(tracker):
             package = TRACKER_PACKAGES.get(tracker, tracker)
@@ -103,13 +104,19 @@ def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:
     yield from differences(stored, config, FIXED_ON_RESUME)
 
 
-def run_folder_problems(folder: Path) -> Iterator[str]:
-    """Whether a run can write its folder, or make it in the nearest parent that exists."""
+def run_folder_problems(folder: Path, *, locked: bool = True) -> Iterator[str]:
+    """Whether a run can write its folder, or make it in the nearest parent that exists.
+
+    Args:
+        locked: it has to keep others out of it as well, as it does where it works.
+    """
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not nearest.is_dir():
         yield f"{folder}: {nearest} is a file: choose another folder"
     elif not _takes_files(nearest):
         yield f"{folder}: {nearest} is not writable: choose another folder, or change its permissions"
+    elif locked and (reason := _lacks_locks(nearest)):
+        yield f"{folder}: {reason}"
 
 
 def _takes_files(folder: Path) -> bool:
@@ -121,6 +128,16 @@ def _takes_files(folder: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def _lacks_locks(folder: Path) -> str:
+    """Why a file there cannot be locked; empty if it can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            lock(file)
+    except NoFileLocks as error:
+        return str(error)
+    return ""
 
 
 def checkpoint_steps(folder: Path) -> list[int]:

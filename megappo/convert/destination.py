@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ from typing import IO, Any
 
 from megappo.checkpoints import PARTIAL, sync_tree
 from megappo.config.run import is_url
+from megappo.file_lock import NoFileLocks, lock
 from megappo.models.spec import ModelError
 
 RECORD = ".megappo-convert.json"
@@ -110,10 +110,10 @@ def writing(folder: Path, record: Mapping[str, Any]) -> Iterator[Path]:
     What a killed conversion left is removed first, or put back; one that is still running is not disturbed.
 
     Raises:
-        ModelError: another process is writing it.
+        ModelError: another process is writing it, or nothing can keep one from it.
     """
     partial, replaced = _partial(folder), _replaced(folder)
-    with _locked(partial) as lock:
+    with _locked(partial) as held:
         _empty(partial, but=LOCK)
         _settle(folder)
         try:
@@ -126,7 +126,7 @@ def writing(folder: Path, record: Mapping[str, Any]) -> Iterator[Path]:
         except BaseException:
             if not folder.exists():  # interrupted between the two
                 _settle(folder)
-            if _is_at(lock, partial / LOCK):
+            if _is_at(held, partial / LOCK):
                 _unlock(partial)
             raise
         # The lock came along and is held till here, so that nobody could begin in a folder that was about to move.
@@ -149,19 +149,19 @@ def _locked(partial: Path) -> Iterator[IO[str]]:
     """The lock on a folder, which is made. Processes that share the work inherit it: it is held until all have ended.
 
     Raises:
-        ModelError: another process has it.
+        ModelError: another process has it, or the file system has no locks.
     """
     partial.mkdir(parents=True, exist_ok=True)
-    with (partial / LOCK).open("w") as lock:
+    with (partial / LOCK).open("w") as file:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            taken = True
-        else:
-            taken = not _is_at(lock, partial / LOCK)  # the other was done between our two calls
-        if taken:
+            ours = lock(file) and _is_at(file, partial / LOCK)  # if not, the other was done between our two calls
+        except NoFileLocks as error:
+            if [path.name for path in partial.iterdir()] == [LOCK]:  # made just now
+                _unlock(partial)
+            raise ModelError([f"{partial}: {error}"]) from None
+        if not ours:
             raise ModelError([f"{partial}: another process is writing it: wait for its end"])
-        yield lock
+        yield file
 
 
 def _unlock(partial: Path) -> None:
