@@ -207,7 +207,7 @@ def test_a_rank_that_waits_for_a_gpu_of_another_is_not_late() -> None:
     work = SimpleNamespace(is_completed=release.is_set, wait=lambda: None)
     late = nccl._Lateness("rank 1", "recv", 60.0, 1.0)
     message = nccl.NcclWork(cast(Any, None), work, cast(Any, None), late)
-    waits: list[Callable[[], Any]] = [message.finish, lambda: within(60, release.wait)]
+    waits: list[Callable[[], Any]] = [message.arrive, lambda: within(60, release.wait)]
     threads = [threading.Thread(target=wait, daemon=True) for wait in waits]
     for thread in threads:
         thread.start()

@@ -7,21 +7,18 @@ memory they take is bounded (:mod:`megappo.layout.communicators`).
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from datetime import timedelta
-from threading import Thread
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from megappo.layout.communicators import CHANNELS, pair_channels
 from megappo.reshard.gloo import GlooTransport
+from megappo.reshard.nccl_pairs import Verb, abort_pairs, launch, make_pair
 from megappo.reshard.packing import PackedMessage, Packing
 from megappo.reshard.transport import PATIENCE, Blocks, Buckets, TransferError
 from megappo.time_limit import within
@@ -34,8 +31,6 @@ with more, a launch would itself wait for the peer, without a limit."""
 
 ABORT_S = 20.0
 """What ending communicators may take."""
-
-Verb = Literal["send", "recv"]
 
 
 class NcclTransport:
@@ -100,22 +95,45 @@ class NcclTransport:
         Raises:
             TransferError: one will not arrive.
         """
+        arrived: list[NcclWork] = []
         while len(self.unfinished) > most:
-            self.unfinished.popleft().finish()
+            work = self.unfinished.popleft()
+            if not work.is_over():
+                self._see_success(arrived)  # before others are waited for, which may wait for the same peer
+                work.arrive()
+            arrived.append(work)
+        self._see_success(arrived)
+
+    def _see_success(self, works: list[NcclWork]) -> None:
+        """Raise what went wrong with messages that are no longer under way, and empty the list.
+
+        Of one that failed, torch first ends the communicator, which has no limit of its own. One thread looks at them
+        all: to start it takes as long as a small message.
+        """
+        if not works:
+            return
+        seen: list[NcclWork] = []
+
+        def look() -> None:
+            for work in works:
+                seen.append(work)
+                work.succeed()
+
+        try:
+            self._within(ABORT_S, look)
+        except TimeoutError:
+            raise seen[-1].late.gone(f"its communicator could not be ended within {ABORT_S:g} s") from None
+        works.clear()
 
     def abort(self) -> None:
         """See :class:`megappo.reshard.transport.Transport`: kernels that wait for a peer would keep the GPU busy."""
-        ends = [Thread(target=_abort, args=(pair,), daemon=True) for pair in dict.fromkeys(self._pairs.values())]
+        pairs = list(dict.fromkeys(self._pairs.values()))
         self._pairs.clear()
         self.unfinished.clear()
         self._buckets.drop()
-        for end in ends:  # one that hangs keeps none of the others
-            end.start()
-        deadline = time.monotonic() + ABORT_S
-        for end in ends:
-            end.join(max(deadline - time.monotonic(), 0.0))
+        abort_pairs(pairs, ABORT_S)
 
-    def within(self, seconds: float, function: Callable[[], Any]) -> None:
+    def _within(self, seconds: float, function: Callable[[], Any]) -> None:
         """Call a function that may hang; see :func:`megappo.time_limit.within`."""
 
         def call() -> None:
@@ -136,7 +154,7 @@ class NcclTransport:
         with late:
             if (peer, verb) not in self._pairs:
                 self._connect(peer, verb, late)
-            work = _launch(self._pairs[peer, verb], verb, message.pieces, int(peer > self._rank))
+            work = launch(self._pairs[peer, verb], verb, message.pieces, int(peer > self._rank))
             return NcclWork(self, work, message, late)
         raise AssertionError
 
@@ -149,7 +167,7 @@ class NcclTransport:
             store = dist.PrefixStore(f"megappo-nccl/{low}-{high}", self._store)
             store.set(f"here/{self._rank}", str(self._peers))
             store.wait([f"here/{peer}"], timedelta(seconds=late.after_s))
-            pair = _make_pair(store, 1 - other, max(self._peers, int(store.get(f"here/{peer}"))))
+            pair = make_pair(store, 1 - other, max(self._peers, int(store.get(f"here/{peer}"))))
         else:
             pair = known
         self._pairs[peer, verb] = pair  # from now on it can be aborted
@@ -157,48 +175,57 @@ class NcclTransport:
         def open_it() -> None:
             if known is None:
                 pair.eager_connect_single_device(self._device)
-            _launch(pair, verb, [self._byte], other)  # connections are made by what first needs them
+            launch(pair, verb, [self._byte], other)  # connections are made by what first needs them
 
-        self.within(late.after_s, open_it)
+        self._within(late.after_s, open_it)
 
 
 class NcclWork:
     """A message under way."""
 
     def __init__(self, transport: NcclTransport, work: Any, message: PackedMessage, late: _Lateness) -> None:
-        self._transport, self._work, self._late = transport, work, late
+        self._transport, self._work, self.late = transport, work, late
         self._message: PackedMessage | None = message
 
     def wait(self) -> None:
         """Let the current stream go on after it; see :class:`megappo.reshard.transport.Work`."""
         message, self._message = self._message, None  # its bucket is the transport's again
         assert message is not None
-        with self._late:
+        with self.late:
             self._work.synchronize()
-        if self._late.verb == "recv":
+        if self.late.verb == "recv":
             message.unpack()
         if message.bucket is not None:
             self._transport.give(message.bucket)  # what is next written there comes later on the same stream
         self._transport.unfinished.append(self)
         self._transport.settle(self._transport.ahead)
 
-    def finish(self) -> None:
-        """Return once it has truly arrived.
+    def is_over(self) -> bool:
+        """Whether it has arrived, or failed."""
+        with self.late:
+            return bool(self._work.is_completed())
+        raise AssertionError
+
+    def arrive(self) -> None:
+        """Return once it has arrived, or failed.
 
         Raises:
-            TransferError: it failed, or has not arrived within the limit, from now on.
+            TransferError: neither came within the limit, from now on.
         """
-        deadline = time.monotonic() + self._late.after_s
-        with self._late:
-            while not self._work.is_completed():
-                if time.monotonic() > deadline:
-                    raise self._late.error()
-                time.sleep(POLL_S)
-            try:
-                # Raises what went wrong, once torch has ended the communicator for that: which has no limit of its own.
-                self._transport.within(ABORT_S, self._work.wait)
-            except TimeoutError:
-                raise self._late.gone(f"its communicator could not be ended within {ABORT_S:g} s") from None
+        deadline = time.monotonic() + self.late.after_s
+        while not self.is_over():
+            if time.monotonic() > deadline:
+                raise self.late.error()
+            time.sleep(POLL_S)
+
+    def succeed(self) -> None:
+        """Return at once if it has arrived.
+
+        Raises:
+            TransferError: it failed.
+        """
+        with self.late:
+            self._work.wait()
 
 
 class _Lateness:
@@ -224,49 +251,3 @@ class _Lateness:
             raise TransferError(f"{self._what}, and the meeting point of all ranks is gone ({error})") from None
         if isinstance(error, dist.DistBackendError):
             raise self.gone(error) from None
-
-
-def _abort(pair: Any) -> None:
-    with suppress(RuntimeError):
-        pair.abort()
-
-
-def _make_pair(store: Any, rank: int, peers: int) -> Any:
-    """A communicator of two, not yet connected, one of so many that an end of it has."""
-    nccl: Any = dist.ProcessGroupNCCL
-    options = nccl.Options()
-    if (channels := pair_channels(peers)) < CHANNELS:
-        options.config.max_ctas = channels
-    with _without_watchdog():
-        return nccl(store, rank, 2, options)
-
-
-@contextmanager
-def _without_watchdog() -> Iterator[None]:
-    """Torch's own, a thread, would end the whole process where a peer is lost: our limits end the sync, and name it.
-
-    The constructor reads this, and nothing later does. ``wait`` of what it carries then waits on the host;
-    ``synchronize`` does not.
-    """
-    name = "TORCH_NCCL_BLOCKING_WAIT"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
-def _launch(pair: Any, verb: Verb, pieces: Sequence[torch.Tensor], other: int) -> Any:
-    """Start to send or to receive pieces, all in one."""
-    start = getattr(pair, verb)
-    pair._start_coalescing()
-    try:
-        for piece in pieces:
-            start([piece], other, 0)
-    finally:  # left open, it would hold back whatever else this thread does over NCCL
-        work = pair._end_coalescing()
-    return work
