@@ -83,7 +83,8 @@ def save_gathered(role: Any, folder: str) -> None:
     metadata = {**how, "singleton_local_shards": False, "dp_cp_group": role.groups.dp_cp}
     weights = role.model.sharded_state_dict(metadata=metadata)
     state = role.optimizer.sharded_state_dict({"model": weights}, metadata=metadata)
-    dist_checkpointing.save({"model": weights, "optimizer": state}, folder)
+    content = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
+    dist_checkpointing.save({"model": weights, "optimizer": state}, folder, content_metadata=content)
 
 
 def whole(results: list[list[tuple[Any, Any]]], at: int) -> dict[str, np.ndarray]:
@@ -201,6 +202,22 @@ def test_a_checkpoint_that_megatron_wrote_loads(tmp_path: Path) -> None:
     ran = run_ranks(layout.world, train, layout, False, "bfloat16", plan)
     assert_equal(whole(ran, 6), whole(ran, 3))
     assert_equal(whole(ran, 7), whole(ran, 4))
+
+
+def test_megatron_finds_what_it_would_have_written(tmp_path: Path) -> None:
+    """It loads a checkpoint by the notes in it, and every key in its shape and type."""
+    from megatron.core.dist_checkpointing import load_common_state_dict
+    from torch.distributed.checkpoint import FileSystemReader
+
+    folder, ours, theirs = str(make_model(tmp_path / "model")), str(tmp_path / "ours"), str(tmp_path / "theirs")
+    plan = [("fresh", folder), ("update", ""), ("save", ours), ("save as Megatron does", theirs)]
+    run_ranks(2, train, Layout(dp=2), False, "bfloat16", plan)
+    assert load_common_state_dict(ours) == load_common_state_dict(theirs)
+    found, expected = (
+        {key: (entry.size, entry.properties.dtype) for key, entry in entries.items() if hasattr(entry, "size")}
+        for entries in (FileSystemReader(path).read_metadata().state_dict_metadata for path in (ours, theirs))
+    )
+    assert found == expected
 
 
 def test_replicas_share_the_work_of_a_checkpoint(tmp_path: Path) -> None:

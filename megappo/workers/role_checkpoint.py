@@ -29,8 +29,13 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 # Megatron starts a process only to own a queue, which imports torch anew: a plain queue serves synchronous saves.
 filesystem_async._get_write_results_queue = queue.Queue
 
-CONTENT = {"singleton_local_shards": False}
-"""How the model's entries are cut, as Megatron notes it in a checkpoint."""
+FORMAT = "fully_reshardable"
+CONTENT = {
+    "distrib_optim_sharding_type": FORMAT,
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+"""What a checkpoint holds and how, as Megatron notes it there, and looks it up to load it."""
 
 
 def save(
@@ -53,7 +58,7 @@ def save(
     Path(folder).mkdir(parents=True, exist_ok=True)
     state = _sharded_state(model, optimizer, replicas, only)
     if optimizer is not None:
-        state["optimizer"] |= distributed(optimizer).state_dict()
+        state["optimizer"] |= {**distributed(optimizer).state_dict(), "param_state_sharding_type": FORMAT}
     # Replicas have the same weights: each writes some of them.
     strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), replicas)
     dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, content_metadata=CONTENT)
