@@ -6,6 +6,7 @@ import multiprocessing
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import TestCase
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.ranks
 ALL = LoraConfig(rank=4, alpha=8.0)
 SOME = LoraConfig(rank=3, alpha=4.0, targets=("q_proj", "v_proj", "up_proj", "down_proj"))
 """Of fused projections only a part."""
+FEW = LoraConfig(rank=1, alpha=2.0, targets=("q_proj",))
 SPLIT = Layout(tp=2, pp=2, sequence_parallel=True)
 CHUNKS = Layout(tp=2, pp=2, vpp=2, sequence_parallel=True)
 
@@ -117,6 +119,19 @@ def test_trained_split_resumed_and_exported(
     save_file({**load_file(weights), "model.norm.weight": torch.ones(64, dtype=torch.int8)}, weights)
     with pytest.raises(ModelError, match=r"tensor model\.norm\.weight is int8: give 16- or 32-bit floats"):
         convert(saved, tmp_path / "again", Options(model=str(tmp_path / "base")), print)
+
+
+def test_ranks_that_hold_no_parameter_save_and_resume(tmp_path: Path, folder: str) -> None:
+    """Adapters are padded to more than they are, and all of it is dealt out: the last rank has padding alone."""
+    saved = str(tmp_path / "saved")
+    ranks = run_ranks(3, train_silently, folder, Layout(dp=3), False, FEW, saved)
+    resumed = run_ranks(3, resume, folder, Layout(dp=3), False, FEW, saved)
+    assert_same(gathered(resumed), gathered([rank["second"] for rank in ranks]))
+
+
+def train_silently(*args: Any) -> dict[str, Any]:
+    with TestCase().assertNoLogs("megatron.core.dist_checkpointing", "WARNING"):
+        return train(*args)
 
 
 PARTS: dict[str, Any] = {

@@ -58,7 +58,7 @@ def save(
     Path(folder).mkdir(parents=True, exist_ok=True)
     state = _sharded_state(model, optimizer, replicas, only)
     if optimizer is not None:
-        state["optimizer"] |= {**distributed(optimizer).state_dict(), "param_state_sharding_type": FORMAT}
+        state["optimizer"] |= _common_state(optimizer)
     # Replicas have the same weights: each writes some of them.
     strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), replicas)
     dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, content_metadata=CONTENT)
@@ -84,6 +84,13 @@ def load(
     model.load_state_dict(loaded["model"], strict=only is None)
 
 
+def _common_state(optimizer: Any) -> dict[str, Any]:
+    """What no tensor of a model has: steps and hyper-parameters. Ranks that hold no parameter do not know the step."""
+    of_first = [distributed(optimizer).state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(of_first, src=0)
+    return {**of_first[0], "param_state_sharding_type": FORMAT}
+
+
 def _sharded_state(
     model: Any, optimizer: Any, replicas: dist.ProcessGroup, only: Collection[str] | None
 ) -> dict[str, Any]:
@@ -92,5 +99,6 @@ def _sharded_state(
     state: dict[str, Any] = {"model": weights if only is None else {name: weights[name] for name in only}}
     if optimizer is not None:
         make_state(optimizer)
-        state["optimizer"] = {"param_state": state_blocks(distributed(optimizer), state["model"])}
+        blocks = state_blocks(distributed(optimizer), state["model"])
+        state["optimizer"] = {"param_state": blocks} if blocks else {}
     return state
