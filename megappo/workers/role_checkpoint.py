@@ -6,7 +6,6 @@ Every rank writes a share, and reads what it needs into its own tensors: nothing
 from __future__ import annotations
 
 import json
-import queue
 from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from megappo.models import megatron_cpu
 from megappo.models.lora import FILE, Lora
+from megappo.workers import checkpoint_writers
 from megappo.workers.optimizer import distributed, make_state
 from megappo.workers.optimizer_blocks import state_blocks
 
@@ -23,11 +23,9 @@ megatron_cpu.install()
 
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy  # noqa: E402
-from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper  # noqa: E402
 
-# Megatron starts a process only to own a queue, which imports torch anew: a plain queue serves synchronous saves.
-filesystem_async._get_write_results_queue = queue.Queue
+checkpoint_writers.install()
 
 FORMAT = "fully_reshardable"
 CONTENT = {
@@ -86,7 +84,7 @@ def load(
 
 def _common_state(optimizer: Any) -> dict[str, Any]:
     """What no tensor of a model has: steps and hyper-parameters. Ranks that hold no parameter do not know the step."""
-    of_first = [distributed(optimizer).state_dict() if dist.get_rank() == 0 else None]
+    of_first: list[Any] = [distributed(optimizer).state_dict() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(of_first, src=0)
     return {**of_first[0], "param_state_sharding_type": FORMAT}
 
