@@ -12,7 +12,7 @@ import torch
 from test_transfer import CASES, MODEL, numbered, small
 
 from megappo.layout.mesh import Layout
-from megappo.reshard.actor_to_rollout import NAMED, Receipt, TransferSpec, total_receipt
+from megappo.reshard.actor_to_rollout import NAMED, Probed, Receipt, TransferSpec, total_receipt
 from megappo.reshard.copies import Copy
 from megappo.reshard.endpoint import Endpoint
 from megappo.reshard.routes import DEVICE, distance
@@ -135,6 +135,11 @@ def test_what_is_wrong_everywhere_is_told_in_a_few_lines() -> None:
     assert len(told) == NAMED + 1 and "alone" in told
     assert told[-1] == f"and {1 + count * (NAMED - 3) - NAMED:,} more regions"
     assert total_receipt([Receipt(), Receipt(1, 2, 1, ("alone",))]).complaint == "alone" and not Receipt().complaint
+
+
+def test_of_a_table_that_is_wrong_everywhere_some_is_told() -> None:
+    told = Probed(tuple(f"layer {number}: refused" for number in range(5000)), ()).complaint.splitlines()
+    assert (told[0], len(told), told[-1]) == ("layer 0: refused", NAMED + 1, "and 4,980 more parameters")
 
 
 def test_what_is_known_without_the_plan() -> None:

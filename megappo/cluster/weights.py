@@ -156,7 +156,7 @@ class WeightSync:
         first = RolloutGroup(self.rollout.members[:1], self.calls)  # the others run the same code
         ((probed,),) = self.calls.gather(first.ask("probe", lambda _: (transfer,)))
         if probed.problems:
-            raise WeightMismatch("\n".join(probed.problems))
+            raise WeightMismatch(probed.complaint)
         transfer = replace(transfer, layerwise=bool(probed.staged))
         ((host, port),) = self.calls.gather(host_store(self.actor, self.config.run.timeout_s))
         rollout = self.config.roles.rollout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
@@ -139,6 +139,15 @@ class Meeting:
     transport: Carrier = "auto"
 
 
+NAMED = 20
+"""Lines that are told of what is wrong with weights: of a large model it may be millions."""
+
+
+def _told(lines: Sequence[str], count: int, what: str) -> str:
+    more = count - min(len(lines), NAMED)
+    return "\n".join([*lines[:NAMED], *([f"and {more:,} more {what}"] if more else [])])
+
+
 class Probed(NamedTuple):
     """What a look at an engine's layers found.
 
@@ -150,9 +159,10 @@ class Probed(NamedTuple):
     problems: tuple[str, ...]
     staged: tuple[str, ...]
 
-
-NAMED = 20
-"""Regions that a receipt describes, of those that did not arrive: of a large model it may be millions."""
+    @property
+    def complaint(self) -> str:
+        """The problems, for people: a line each, and how many more there are."""
+        return _told(self.problems, len(self.problems), "parameters")
 
 
 class Receipt(NamedTuple):
@@ -172,8 +182,7 @@ class Receipt(NamedTuple):
     @property
     def complaint(self) -> str:
         """What did not arrive, for people: a line each, and how many more there are."""
-        more = self.mismatched - len(self.mismatches)
-        return "\n".join([*self.mismatches, *([f"and {more:,} more regions"] if more else [])])
+        return _told(self.mismatches, self.mismatched, "regions")
 
 
 def total_receipt(receipts: Iterable[Receipt]) -> Receipt:
