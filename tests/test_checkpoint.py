@@ -221,7 +221,7 @@ def test_megatron_finds_what_it_would_have_written(tmp_path: Path) -> None:
 
 
 def test_replicas_share_the_work_of_a_checkpoint(tmp_path: Path) -> None:
-    """Of the weights and of the optimizer's state, of which no rank holds more than its share at any time."""
+    """Of the weights, which they all have, and of the optimizer's state, which they share."""
     folder, saved = str(make_model(tmp_path / "model", num_hidden_layers=3)), tmp_path / "checkpoint"
     run_ranks(3, train, Layout(dp=3), False, "bfloat16", [("fresh", folder), ("save", str(saved))])
     written = [sum(file.stat().st_size for file in saved.glob(f"__{rank}_*.distcp")) for rank in range(3)]

@@ -48,8 +48,8 @@ def measure(size: str, world: int, *, on_cuda: bool) -> list[dict[str, float | s
     dtype = torch.bfloat16 if on_cuda else torch.float32
     answers = on_ranks(world, sync_all_ways, transfer, dtype, Meeting("127.0.0.1", store.port, LIMIT_S, "sample"))
     least = transfer.elements() * dtype.itemsize
-    if failures := [line for answer in answers for line in answer["mismatches"]]:
-        raise BenchError("\n".join(failures))
+    if complaints := [answer["complaint"] for answer in answers if answer["complaint"]]:
+        raise BenchError("\n".join(complaints))
     if any(answer["sums"]["ours"] != answer["sums"]["gather, broadcast"] for answer in answers):
         raise BenchError("the weights that arrived are not those that were gathered and broadcast")
     seconds = {way: answers[0]["seconds"][way] for way in WAYS}
@@ -99,7 +99,7 @@ def sync_all_ways(transfer: TransferSpec, dtype: torch.dtype, meeting: Meeting) 
         out["sums"][name] = {key: float(param.sum(dtype=torch.float64)) for key, param in params.items()}
         if name == "ours":
             receipt = out["received"][name]
-            out["mismatches"], out["received"][name] = receipt.mismatches, receipt.received
+            out["complaint"], out["received"][name] = receipt.complaint, receipt.received
     return out
 
 

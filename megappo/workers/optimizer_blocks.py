@@ -39,7 +39,8 @@ def state_blocks(optimizer: Any, weights: Mapping[str, Any]) -> dict[str, Sharde
         optimizer: one of Megatron's distributed optimizers, whose moments are there.
         weights: checkpoint entries of the model, by parameter.
     """
-    entries = {entry.data: entry for entry in weights.values() if hasattr(entry, "data")}
+    kinds = (ShardedTensor, ShardedTensorFactory)  # other entries are of no parameter
+    entries = {entry.data: entry for entry in weights.values() if isinstance(entry, kinds)}
     blocks = [
         block
         for bucket in _buckets(optimizer)

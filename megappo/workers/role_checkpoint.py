@@ -54,6 +54,8 @@ def save(
         lora: the model's adapters, which are described in :data:`megappo.models.lora.FILE`.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
+    if optimizer is not None:
+        make_state(optimizer)
     state = _sharded_state(model, optimizer, replicas, only)
     if optimizer is not None:
         state["optimizer"] |= _common_state(optimizer)
@@ -96,7 +98,6 @@ def _sharded_state(
     weights = model.sharded_state_dict(metadata={**CONTENT, "dp_cp_group": replicas})
     state: dict[str, Any] = {"model": weights if only is None else {name: weights[name] for name in only}}
     if optimizer is not None:
-        make_state(optimizer)
         blocks = state_blocks(distributed(optimizer), state["model"])
         state["optimizer"] = {"param_state": blocks} if blocks else {}
     return state
