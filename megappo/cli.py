@@ -13,6 +13,7 @@ from megappo import __version__
 from megappo.check import Report, check_file
 from megappo.check.supervised import check_supervised_file
 from megappo.checkpoints import NO_ROOM
+from megappo.cluster.forks import fork_servers
 from megappo.config import Config, MegatronRoleConfig, SupervisedConfig, describe_config
 from megappo.config.run import is_url
 from megappo.data.published import INSTRUCTIONS
@@ -93,9 +94,10 @@ def _train(options: argparse.Namespace) -> int:
     if config is None or report.errors:
         return BAD_INPUT
     check_driver(config.run.device, workers_here=not os.environ.get("RAY_ADDRESS"))
-    from megappo.trainer import train
+    with fork_servers(config, engines=True) as pythons:
+        from megappo.trainer import train
 
-    return 0 if train(config) else STOPPED
+        return 0 if train(config, pythons) else STOPPED
 
 
 def _train_on_examples(options: argparse.Namespace) -> int:
@@ -103,9 +105,10 @@ def _train_on_examples(options: argparse.Namespace) -> int:
     if config is None:
         return BAD_INPUT
     check_driver(config.run.device, workers_here=not os.environ.get("RAY_ADDRESS"))
-    from megappo.supervised import train_on_examples
+    with fork_servers(config) as pythons:
+        from megappo.supervised import train_on_examples
 
-    return 0 if train_on_examples(config, options.task) else STOPPED
+        return 0 if train_on_examples(config, options.task, pythons) else STOPPED
 
 
 def _score(options: argparse.Namespace) -> int:
@@ -114,10 +117,12 @@ def _score(options: argparse.Namespace) -> int:
     if config is None or report.errors:
         return BAD_INPUT
     check_driver(config.run.device, workers_here=not os.environ.get("RAY_ADDRESS"))
-    from megappo.score import Options, score
+    with fork_servers(config) as pythons:
+        from megappo.score import Options, score
 
-    score(config, options.data, options.out, Options(options.column, options.against, options.against_column), print)
-    return 0
+        chosen = Options(options.column, options.against, options.against_column)
+        score(config, options.data, options.out, chosen, print, pythons)
+        return 0
 
 
 def _supervised_config(options: argparse.Namespace) -> SupervisedConfig | None:

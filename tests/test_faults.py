@@ -94,6 +94,7 @@ class Session:
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     from megappo.cluster.cluster import Cluster
+    from megappo.cluster.forks import fork_servers
     from megappo.run import Run
     from megappo.trainer import Trainer
 
@@ -105,7 +106,11 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         config = load_config("config.yaml", [*SMALLER, "run.steps=9", "run.restarts=1"])
         console = io.StringIO()
-        with Run(config) as run, Cluster(config, run.data_sources, lambda text: print(text, file=console)) as cluster:
+        with (
+            fork_servers(config, engines=True) as pythons,
+            Run(config) as run,
+            Cluster(config, run.data_sources, lambda text: print(text, file=console), pythons) as cluster,
+        ):
             trainer = Trainer(config, run, cluster)
             trainer.resume()
             yield Session(folder, trainer, mark, console)

@@ -8,12 +8,15 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from small_run import make_run_folder
 
-from megappo.cluster.forks import MODULES, ForkServer
+from megappo.cluster.forks import ENGINE_MODULES, NOT_FORKED, ROLE_MODULES, ForkServer, fork_servers
+from megappo.config import load_config
 
 SCRIPT = """\
 import json, os, subprocess, sys
@@ -27,9 +30,13 @@ sys.stderr.write("to standard error")
 """
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    found = ForkServer({"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"})
+OURS = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"}
+MODULES = {"roles": ROLE_MODULES, "engines": ENGINE_MODULES}
+
+
+@pytest.fixture(scope="module", params=MODULES)
+def server(request: pytest.FixtureRequest) -> Iterator[ForkServer]:
+    found = ForkServer(MODULES[request.param], OURS)
     yield found
     found.close()
 
@@ -47,20 +54,36 @@ def run(python: str, folder: Path, *arguments: str) -> tuple[dict[str, object], 
     return json.loads(out), errors.decode()
 
 
-def test_a_fork_finds_what_a_process_of_its_own_finds(server: ForkServer, tmp_path: Path) -> None:
+def test_a_fork_finds_what_a_process_of_its_own_finds(
+    server: ForkServer, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    modules = set(MODULES[request.node.callspec.params["server"]])
     alone, _ = run(sys.executable, tmp_path, "a b", "--c")
     forked, errors = run(server.python, tmp_path, "a b", "--c")
     assert errors == "to standard error"
-    assert set(MODULES) <= set(forked["modules"]) and not set(MODULES) & set(alone["modules"])
-    own = ("process", "parent", "group", "modules", "threads")
+    assert modules <= set(forked["modules"]) and not modules & set(alone["modules"])
+    own = ("process", "parent", "group", "modules", "threads", "environment")
     assert {k: v for k, v in forked.items() if k not in own} == {k: v for k, v in alone.items() if k not in own}
+    assert forked["environment"] == {**set_by(modules), **alone["environment"]}
     assert forked["group"] == forked["process"]  # Ray ends a worker by its process group: each has its own
     again, _ = run(server.python, tmp_path)
     assert again["parent"] == forked["parent"] and again["process"] != forked["process"]
 
 
+def set_by(modules: set[str]) -> dict[str, str]:
+    """Environment variables that are there once modules have been imported."""
+    code = f"""
+import importlib, json, os
+before = dict(os.environ)
+for name in {sorted(modules, key=list(modules).index)}: importlib.import_module(name)
+print(json.dumps({{name: value for name, value in os.environ.items() if before.get(name) != value}}))
+"""
+    lines = subprocess.run([sys.executable, "-c", code], env={**os.environ, **OURS}, stdout=subprocess.PIPE, check=True)
+    return json.loads(lines.stdout.splitlines()[-1])
+
+
 def test_without_a_server_python_runs_the_script(tmp_path: Path) -> None:
-    gone = ForkServer({})
+    gone = ForkServer(ROLE_MODULES, {})
     gone.close()
     found, _ = run(gone.python, tmp_path, "a b")
     assert found["arguments"] == [str(tmp_path / "script.py"), "a b"] and found["input"] == "given"
@@ -74,3 +97,16 @@ def test_forks_end_with_their_server(server: ForkServer, tmp_path: Path) -> None
         process = psutil.Process(int(started.stdout.readline()))
         server.close()
         process.wait(10)
+
+
+def test_only_workers_on_processors_of_this_machine_are_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(make_run_folder(tmp_path) / "config.yaml")
+    with fork_servers(config) as pythons:
+        assert pythons.roles is not None and pythons.engines is None
+    with fork_servers(config, engines=True) as pythons:
+        assert pythons.engines not in (None, pythons.roles)
+    with fork_servers(replace(config, run=replace(config.run, device="cuda")), engines=True) as pythons:
+        assert pythons == NOT_FORKED
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with fork_servers(config, engines=True) as pythons:
+        assert pythons == NOT_FORKED

@@ -20,6 +20,7 @@ from small_run import assert_logs_what_check_says, make_run_folder
 
 from megappo.cluster.cluster import Cluster
 from megappo.cluster.dataflow import batch_of, put_table
+from megappo.cluster.forks import fork_servers
 from megappo.collect import Collected
 from megappo.config import Config, load_config
 from megappo.data import batch as rows_of
@@ -80,7 +81,10 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
         path = folder / "config.yaml"
         path.write_text(path.read_text().replace("  score: {devices_per_node: 1}\n", ""))
         config = load_config(path, SMALLER)
-        with Cluster(config, ["arithmetic"], lambda text: None) as cluster:
+        with (
+            fork_servers(config, engines=True) as pythons,
+            Cluster(config, ["arithmetic"], lambda text: None, pythons) as cluster,
+        ):
             for role in cluster.trained:
                 (folder / role).mkdir()
             cluster.gather(*(group.save(f"{folder}/{role}") for role, group in cluster.trained.items()))

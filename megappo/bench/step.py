@@ -95,6 +95,7 @@ def train_steps(
         placement: sections ``pools`` and ``roles``, in which ``{tokens}`` and ``{prompts}`` stand for sizes.
     """
     from megappo.cluster.cluster import Cluster
+    from megappo.cluster.forks import fork_servers
     from megappo.config import load_config
     from megappo.run import Run
     from megappo.trainer import Trainer
@@ -109,7 +110,11 @@ def train_steps(
     text = CONFIG.replace("{placement}", placement).format(**sizes, **where, **how)
     (folder / "config.yaml").write_text(text)
     config = load_config(folder / "config.yaml")
-    with Run(config) as run, Cluster(config, run.data_sources, run.console.status) as cluster:
+    with (
+        fork_servers(config, engines=True) as pythons,
+        Run(config) as run,
+        Cluster(config, run.data_sources, run.console.status, pythons) as cluster,
+    ):
         trainer = Trainer(config, run, cluster)
         trainer.resume()
         for _ in range(workload.steps):

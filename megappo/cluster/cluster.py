@@ -10,6 +10,7 @@ import numpy as np
 
 from megappo.cluster.calls import Pending, WorkerLost
 from megappo.cluster.dataflow import Batch, TableRef
+from megappo.cluster.forks import NOT_FORKED, Pythons
 from megappo.cluster.groups import Group, MegatronGroup, RolloutGroup, megatron_groups
 from megappo.cluster.processes import Processes
 from megappo.cluster.rewards import RewardGroup
@@ -41,12 +42,19 @@ class Cluster(Processes):
     streaming: Streaming
     device_name: str
 
-    def __init__(self, config: Config, data_sources: Sequence[str], status: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        data_sources: Sequence[str],
+        status: Callable[[str], None],
+        pythons: Pythons = NOT_FORKED,
+    ) -> None:
         """Start everything.
 
         Args:
             data_sources: all that occur in the data; each must have a reward function.
             status: told what is going on, one line at a time.
+            pythons: see :func:`megappo.cluster.forks.fork_servers`.
 
         Raises:
             PoolError: the cluster lacks devices.
@@ -55,7 +63,7 @@ class Cluster(Processes):
             WorkerFailed: a worker could not start.
             WeightMismatch: weights would go to wrong places.
         """
-        super().__init__(config)
+        super().__init__(config, pythons)
         self.config = config
         with self._or_end():
             self._start(data_sources, status)
@@ -121,7 +129,7 @@ class Cluster(Processes):
 
     def _start(self, data_sources: Sequence[str], status: Callable[[str], None]) -> None:
         config = self.config
-        start = RunStarter(config, self.calls, self.pools, self.started, self.python)
+        start = RunStarter(config, self.calls, self.pools, self.started, self.pythons)
         roles, device, serving_pool = config.roles.megatron, config.run.device, config.roles.rollout.pool
         hosted = {name: pool for name, pool in self.pools.items() if any(r.pool == name for r in roles.values())}
         shared = serving_pool in hosted

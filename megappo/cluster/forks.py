@@ -1,8 +1,8 @@
 """Worker processes that start at once: forked from one that has imported what they need.
 
-Without it each worker imports torch and Megatron for itself: seconds of processor time, on few cores one worker after
-the other. Ray still starts, places and watches the workers; but what it executes in place of Python,
-``megappo/cluster/forked.py``, has the fork server run the worker's script. Only on the CPU, since CUDA does not survive
+Without it each worker imports torch and Megatron or vLLM for itself: seconds of processor time, on few cores one worker
+after the other. Ray still starts, places and watches the workers; but what it executes in place of Python,
+``megappo/cluster/forked.py``, has a fork server run the worker's script. Only on the CPU, since CUDA does not survive
 a fork, and only in a Ray of one's own, which is on one machine.
 """
 
@@ -19,17 +19,61 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megappo.cluster.environment import engine_environment, has_own_ray, worker_environment
+from megappo.config import Devices
 from megappo.workers.lifetime import end_with_parent
 
-MODULES = ("torch._dynamo", "transformers", "megappo.workers.megatron_role", "megappo.workers.weight_sender")
+ROLE_MODULES = ("torch._dynamo", "transformers", "megappo.workers.megatron_role", "megappo.workers.weight_sender")
+ENGINE_MODULES = ("torch._dynamo", "vllm.entrypoints.llm", "megappo.workers.vllm_extension", "megappo.workers.stream")
 """Imported at once: what workers import sooner or later (torch._dynamo comes with the first optimizer)."""
 
 RAY_MODULES = ("megappo.cluster.actors", "ray._private.workers.default_worker")
 """Imported with the first worker's environment, which Ray reads as it is imported."""
+
+
+@dataclass(frozen=True)
+class Pythons:
+    """Commands that worker processes start by in place of Python; ``None`` where they are not forked.
+
+    Attributes:
+        roles: of Megatron's processes, and those of rewards.
+        engines: of vLLM's.
+    """
+
+    roles: str | None = None
+    engines: str | None = None
+
+
+NOT_FORKED = Pythons()
+
+
+@contextmanager
+def fork_servers(config: Devices, *, engines: bool = False) -> Iterator[Pythons]:
+    """Servers for the workers of a command, where these can be forked; they import while their caller goes on.
+
+    Args:
+        engines: whether there will be engines.
+    """
+    if config.run.device != "cpu" or not has_own_ray():
+        yield NOT_FORKED
+        return
+    with ExitStack() as ends:
+
+        def python(modules: Sequence[str], environment: Mapping[str, str]) -> str:
+            server = ForkServer(modules, environment)
+            ends.callback(server.close)
+            return server.python
+
+        yield Pythons(
+            roles=python(ROLE_MODULES, worker_environment(config)),
+            engines=python(ENGINE_MODULES, engine_environment(config)) if engines else None,
+        )
 
 
 class ForkServer:
@@ -39,10 +83,11 @@ class ForkServer:
         python: command that runs a Python script in a fork.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start it; it imports while the caller goes on.
 
         Args:
+            modules: to import at once.
             environment: of the workers, for what libraries read as they are imported.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="megappo-")
@@ -51,7 +96,7 @@ class ForkServer:
             listener.bind(path)
             listener.listen(128)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(listener.fileno())],
+                [sys.executable, "-m", __name__, str(listener.fileno()), *modules],
                 pass_fds=[listener.fileno()],
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
@@ -68,10 +113,17 @@ class ForkServer:
         self._folder.cleanup()
 
 
-def serve(listener: socket.socket) -> None:
+def serve(listener: socket.socket, modules: Sequence[str]) -> None:
     """Fork a process for each request, in which this returns after the script that was asked for."""
     end_with_parent()
-    _import(MODULES)
+    before = dict(os.environ)
+    # Ray reads its environment as it is imported, and there is none yet: vLLM, which would import it for an executor
+    # that is not used here, is told that there is no Ray.
+    sys.modules["ray"] = None  # type: ignore[assignment]
+    _import(modules)
+    del sys.modules["ray"]
+    # What is imported sets variables that it reads later on: a process of its own would have them as well.
+    set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
     while True:
         peer, _ = listener.accept()
@@ -91,6 +143,7 @@ def serve(listener: socket.socket) -> None:
         for descriptor in descriptors:
             os.close(descriptor)
     listener.close()
+    request["environment"] = {**set_by_imports, **request["environment"]}
     _run(request, descriptors)
 
 
@@ -116,4 +169,4 @@ def _run(request: dict[str, Any], descriptors: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

@@ -1,7 +1,7 @@
 """Environment variables that a submitted job gets from whoever submits it; ``launch/ray/submit.sh`` asks.
 
 ``python -m megappo.cluster.job_environment`` prints Ray's runtime environment. The driver has them then, and gives its
-workers those that :data:`megappo.cluster.pools.FORWARDED` names.
+workers those that :data:`megappo.cluster.environment.FORWARDED` names.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import json
 import os
 from collections.abc import Mapping
 
+from megappo.cluster.environment import FORWARDED
 from megappo.cluster.node_names import PIN_POOLS
-from megappo.cluster.pools import FORWARDED
 
 NAMES = ("PYTHONPATH", "OMP_NUM_THREADS", PIN_POOLS)
 TRACKERS = ("WANDB_", "MLFLOW_")

@@ -13,6 +13,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megappo.cluster.environment import has_own_ray
 from megappo.cluster.node_names import PIN_POOLS, pool_resource
 from megappo.config import Devices, PoolConfig
 
@@ -48,9 +49,17 @@ class Pool:
         """Start an actor on ``devices`` devices of one node; ``index`` counts such groups of devices over the pool."""
         return self._start(actor, index * devices, devices, args, runtime(environment, python), reserved=devices)
 
-    def start_beside(self, actor: type, first: int, devices: int, *args: Any, environment: Mapping[str, str]) -> Any:
+    def start_beside(
+        self,
+        actor: type,
+        first: int,
+        devices: int,
+        *args: Any,
+        environment: Mapping[str, str],
+        python: str | None = None,
+    ) -> Any:
         """Start an actor that shares the devices from number ``first`` on with the actors that hold them."""
-        return self._start(actor, first, devices, args, runtime(environment), reserved=0)
+        return self._start(actor, first, devices, args, runtime(environment, python), reserved=0)
 
     def _start(
         self, actor: type, first: int, devices: int, args: Any, runtime_env: Mapping[str, Any], *, reserved: int
@@ -71,27 +80,6 @@ class Pool:
 def runtime(environment: Mapping[str, str], python: str | None = None) -> dict[str, Any]:
     """Ray's ``runtime_env`` of an actor: its environment variables, and what it starts by in place of Python."""
     return {"env_vars": dict(environment), **({"py_executable": python} if python else {})}
-
-
-FORWARDED = ("NCCL_", "GLOO_", "UCX_", "VLLM_", "NVTE_", "TORCH_NCCL_", "TORCH_FR_")
-"""Environment variables with these beginnings reach the workers as the driver has them."""
-
-
-def worker_environment(config: Devices, **more: str) -> dict[str, str]:
-    """Environment variables of a worker process."""
-    out = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-    out |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-    if config.run.device == "cpu":
-        out |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        out |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    elif config.run.dtype == "float32":
-        out["NVIDIA_TF32_OVERRIDE"] = "0"  # float32 shall mean float32
-    return out | more
-
-
-def has_own_ray() -> bool:
-    """Whether Ray is started here, and is not the cluster that ``RAY_ADDRESS`` names."""
-    return not os.environ.get("RAY_ADDRESS")
 
 
 def start_ray(config: Devices) -> None:

@@ -11,8 +11,9 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from megappo.cluster.calls import Calls
-from megappo.cluster.forks import ForkServer
-from megappo.cluster.pools import Pool, end_on_sigterm, has_own_ray, reserve_pools, start_ray, worker_environment
+from megappo.cluster.environment import has_own_ray
+from megappo.cluster.forks import NOT_FORKED, Pythons
+from megappo.cluster.pools import Pool, end_on_sigterm, reserve_pools, start_ray
 from megappo.cluster.watch import Address, wait_until_gone
 from megappo.config import Devices
 
@@ -28,28 +29,27 @@ class Processes:
     Attributes:
         calls: waits for what processes were asked.
         pools: all of the configuration.
-        python: command that processes on the CPU start by in place of Python, if any.
+        pythons: commands that processes start by in place of Python.
         started: where processes on the pools are; subclasses, which start them, add to it.
     """
 
     pools: Mapping[str, Pool]
-    python: str | None = None
 
-    def __init__(self, config: Devices) -> None:
+    def __init__(self, config: Devices, pythons: Pythons = NOT_FORKED) -> None:
         """Connect to the Ray that ``RAY_ADDRESS`` names, or start one on this machine, and reserve the pools.
+
+        Args:
+            pythons: see :func:`megappo.cluster.forks.fork_servers`.
 
         Raises:
             PoolError: the cluster lacks devices.
         """
         self.calls = Calls(config.run.timeout_s, config.run.heartbeat_s)
+        self.pythons = pythons
         self.started: list[Address] = []
         self._ends = ExitStack()
         with self._or_end():
             own = has_own_ray()
-            if own and config.run.device == "cpu":
-                forks = ForkServer(worker_environment(config))
-                self._ends.callback(forks.close)
-                self.python = forks.python
             self._ends.callback(ray.shutdown)
             start_ray(config)
             end_on_sigterm()

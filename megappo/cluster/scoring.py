@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from megappo.cluster.forks import NOT_FORKED, Pythons
 from megappo.cluster.groups import Group, MegatronGroup, megatron_groups
 from megappo.cluster.processes import Processes
 from megappo.cluster.rewards import RewardGroup
@@ -25,12 +26,18 @@ class ScoringCluster(Processes):
     groups: Mapping[str, MegatronGroup]
     reward: RewardGroup
 
-    def __init__(self, config: Config, data_sources: Sequence[str], status: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        data_sources: Sequence[str],
+        status: Callable[[str], None],
+        pythons: Pythons = NOT_FORKED,
+    ) -> None:
         """Start everything; see :class:`megappo.cluster.cluster.Cluster`."""
         roles = scoring_roles(config)
         used = {role.pool for role in roles.values()}
         self.config = replace(config, pools={name: pool for name, pool in config.pools.items() if name in used})
-        super().__init__(self.config)
+        super().__init__(self.config, pythons)
         with self._or_end():
             self._start(roles, data_sources, status)
 
@@ -38,7 +45,7 @@ class ScoringCluster(Processes):
         self, chosen: Mapping[str, MegatronRoleConfig], data_sources: Sequence[str], status: Callable[[str], None]
     ) -> None:
         config = self.config
-        start = RunStarter(config, self.calls, self.pools, self.started, self.python)
+        start = RunStarter(config, self.calls, self.pools, self.started, self.pythons)
         started = [*(start.pool(name, pool) for name, pool in self.pools.items()), start.rewards()]
         status(f"starting {sum(map(len, started))} processes")
         *placed, scorers = start.located(*started)

@@ -11,8 +11,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megappo.cluster.actors import MegatronProcess, RewardProcess, RolloutProcess, StreamingProcess
 from megappo.cluster.calls import Calls, Pending, Place, one
+from megappo.cluster.environment import engine_environment, worker_environment
+from megappo.cluster.forks import Pythons
 from megappo.cluster.groups import Group, Member
-from megappo.cluster.pools import Pool, runtime, worker_environment
+from megappo.cluster.pools import Pool, runtime
 from megappo.cluster.watch import Address
 from megappo.config import Config, Devices
 from megappo.fit.devices import Device
@@ -25,14 +27,14 @@ class Starter:
 
     Attributes:
         started: collects where those on pools are.
-        python: see :class:`megappo.cluster.processes.Processes`.
+        pythons: see :class:`megappo.cluster.processes.Processes`.
     """
 
     config: Devices
     calls: Calls
     pools: Mapping[str, Pool]
     started: list[Address]
-    python: str | None
+    pythons: Pythons
 
     def pool(self, name: str, pool: Pool) -> list[Member]:
         # One connection keeps the order in which Megatron overlaps communication with computation.
@@ -42,7 +44,7 @@ class Starter:
         members = []
         for rank in range(pool.config.devices):
             log = self._log_file(f"{name}-rank{rank}")
-            actor = pool.start(MegatronProcess, rank, 1, log, environment=environment, python=self.python)
+            actor = pool.start(MegatronProcess, rank, 1, log, environment=environment, python=self.pythons.roles)
             members.append(Member(actor, Place(name, rank, name, "?", log)))
         return members
 
@@ -120,7 +122,8 @@ class RunStarter(Starter):
         pool, tp = self.pools[self.config.roles.rollout.pool], self.config.roles.rollout.tp
         log = self._log_file(f"rollout-engine{index}")
         kind = StreamingProcess if self.config.ppo.streams else RolloutProcess
-        actor = pool.start(kind, index, tp, log, environment=worker_environment(self.config))
+        environment = engine_environment(self.config)
+        actor = pool.start(kind, index, tp, log, environment=environment, python=self.pythons.engines)
         return Member(actor, Place("rollout", index, pool.name, "?", log))
 
     def engines_beside(self, hosts: Sequence[Member]) -> list[Member]:
@@ -129,9 +132,9 @@ class RunStarter(Starter):
         members = []
         for index in range(len(hosts) // tp):
             devices = [host.device for host in hosts[index * tp : (index + 1) * tp]]
-            environment = worker_environment(self.config, CUDA_VISIBLE_DEVICES=",".join(devices))
-            log = self._log_file(f"rollout-engine{index}")
-            actor = pool.start_beside(RolloutProcess, index * tp, tp, log, environment=environment)
+            environment = engine_environment(self.config, CUDA_VISIBLE_DEVICES=",".join(devices))
+            log, python = self._log_file(f"rollout-engine{index}"), self.pythons.engines
+            actor = pool.start_beside(RolloutProcess, index * tp, tp, log, environment=environment, python=python)
             members.append(Member(actor, Place("rollout", index, pool.name, "?", log)))
         return members
 
@@ -141,7 +144,7 @@ class RunStarter(Starter):
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         environment = worker_environment(self.config, CUDA_VISIBLE_DEVICES="")
         remote: Any = ray.remote(RewardProcess)
-        options = {"num_cpus": 0, "scheduling_strategy": here, "runtime_env": runtime(environment, self.python)}
+        options = {"num_cpus": 0, "scheduling_strategy": here, "runtime_env": runtime(environment, self.pythons.roles)}
         return [Member(remote.options(**options).remote(log), Place("reward", 0, "driver", "?", log))]
 
     def engine_devices(self, engines: tuple[Member, ...]) -> list[Device]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megappo.cluster.forks import NOT_FORKED, Pythons
 from megappo.cluster.groups import MegatronGroup, megatron_groups
 from megappo.cluster.processes import Processes
 from megappo.cluster.start import Starter
@@ -21,22 +22,25 @@ class TrainingCluster(Processes):
 
     model: MegatronGroup
 
-    def __init__(self, config: SupervisedConfig, role: str, status: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: SupervisedConfig, role: str, status: Callable[[str], None], pythons: Pythons = NOT_FORKED
+    ) -> None:
         """Start everything.
 
         Args:
             role: ``actor`` (a language model) or ``reward`` (a scalar head).
             status: told what is going on, one line at a time.
+            pythons: see :func:`megappo.cluster.forks.fork_servers`.
 
         Raises:
             PoolError, StackError, DeviceTooSmall, WorkerFailed: as of :class:`megappo.cluster.cluster.Cluster`.
         """
-        super().__init__(config)
+        super().__init__(config, pythons)
         with self._or_end():
             self._start(config, role, status)
 
     def _start(self, config: SupervisedConfig, role: str, status: Callable[[str], None]) -> None:
-        start = Starter(config, self.calls, self.pools, self.started, self.python)
+        start = Starter(config, self.calls, self.pools, self.started, self.pythons)
         started = start.pool(role, self.pools[config.role.pool])
         status(f"starting {len(started)} processes")
         (members,) = start.located(started)

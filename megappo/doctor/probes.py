@@ -12,8 +12,9 @@ import ray
 
 from megappo.cluster.actors import LoggedProcess, timed
 from megappo.cluster.calls import Calls, Place
+from megappo.cluster.environment import worker_environment
+from megappo.cluster.forks import fork_servers
 from megappo.cluster.groups import Group, Member
-from megappo.cluster.pools import worker_environment
 from megappo.cluster.processes import Processes
 from megappo.cluster.start import host_store
 from megappo.config import Config
@@ -142,7 +143,7 @@ def examine(config: Config) -> Examined:
         WorkerFailed: a process failed or did not answer.
     """
     limit_s = min(config.run.timeout_s, 600.0)
-    with Processes(config) as on_ray:
+    with fork_servers(config) as pythons, Processes(config, pythons) as on_ray:
         calls, taken = Calls(limit_s), seats(config)
         probes = Group(tuple(_start(config, on_ray, seat) for seat in taken), calls)
         wanted = all_wanted(config.run.device)
@@ -195,5 +196,5 @@ def _start(config: Config, on_ray: Processes, seat: Seat) -> Member:
     log = str((config.run.folder / "logs" / f"doctor-{seat.pool}-{seat.node}-{seat.device}.log").resolve())
     index = seat.node * pool.config.devices_per_node + seat.device
     environment = worker_environment(config)
-    actor: Any = pool.start(Probe, index, 1, log, environment=environment, python=on_ray.python)
+    actor: Any = pool.start(Probe, index, 1, log, environment=environment, python=on_ray.pythons.roles)
     return Member(actor, Place(f"probe of {seat.pool}", index, seat.pool, "?", log))

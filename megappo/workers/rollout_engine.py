@@ -14,6 +14,7 @@ from megappo.models.end_of_text import end_of_text_ids
 from megappo.reshard.actor_to_rollout import Meeting, Probed, Receipt, TransferSpec, total_receipt
 from megappo.reshard.agreement import Fingerprint
 from megappo.workers.settings import EngineSettings, Sampling
+from megappo.workers.vllm_environment import vllm_environment
 
 
 class StaleWeightsError(RuntimeError):
@@ -28,12 +29,7 @@ class RolloutEngine:
     """
 
     def __init__(self, settings: EngineSettings) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-        if not settings.on_cuda:
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            # vLLM compiles one small function of its sampler even in eager mode: seconds, and a C++ compiler.
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        os.environ.update(vllm_environment(on_cuda=settings.on_cuda))
         from vllm import LLM
 
         self.settings = settings
