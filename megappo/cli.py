@@ -13,7 +13,7 @@ from megappo import __version__
 from megappo.check import Report, check_file
 from megappo.check.supervised import check_supervised_file
 from megappo.checkpoints import NO_ROOM
-from megappo.cluster.forks import fork_servers
+from megappo.cluster.forks import Forks
 from megappo.config import Config, MegatronRoleConfig, SupervisedConfig, describe_config
 from megappo.config.run import is_url
 from megappo.data.published import INSTRUCTIONS
@@ -94,10 +94,10 @@ def _train(options: argparse.Namespace) -> int:
     if config is None or report.errors:
         return BAD_INPUT
     check_driver(config.run.device, workers_here=not os.environ.get("RAY_ADDRESS"))
-    with fork_servers(config, engines=True) as pythons:
+    with Forks(config, engines=True) as forks:
         from megappo.trainer import train
 
-        return 0 if train(config, pythons) else STOPPED
+        return 0 if train(config, forks) else STOPPED
 
 
 def _train_on_examples(options: argparse.Namespace) -> int:
@@ -105,10 +105,10 @@ def _train_on_examples(options: argparse.Namespace) -> int:
     if config is None:
         return BAD_INPUT
     check_driver(config.run.device, workers_here=not os.environ.get("RAY_ADDRESS"))
-    with fork_servers(config) as pythons:
+    with Forks(config) as forks:
         from megappo.supervised import train_on_examples
 
-        return 0 if train_on_examples(config, options.task, pythons) else STOPPED
+        return 0 if train_on_examples(config, options.task, forks) else STOPPED
 
 
 def _score(options: argparse.Namespace) -> int:
@@ -117,11 +117,11 @@ def _score(options: argparse.Namespace) -> int:
     if config is None or report.errors:
         return BAD_INPUT
     check_driver(config.run.device, workers_here=not os.environ.get("RAY_ADDRESS"))
-    with fork_servers(config) as pythons:
+    with Forks(config) as forks:
         from megappo.score import Options, score
 
         chosen = Options(options.column, options.against, options.against_column)
-        score(config, options.data, options.out, chosen, print, pythons)
+        score(config, options.data, options.out, chosen, print, forks)
         return 0
 
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megappo.cluster.dataflow import batch_of
-from megappo.cluster.forks import Pythons
+from megappo.cluster.forks import Forks
 from megappo.cluster.scoring import ScoringCluster
 from megappo.config import Config, RewardConfig
 from megappo.data import batch as rows_of
@@ -42,7 +42,9 @@ class Options:
 LOGPROBS = {"actor": "logprobs", "reference": "ref_logprobs"}
 
 
-def score(config: Config, data: str, out: str, options: Options, say: Callable[[str], None], pythons: Pythons) -> None:
+def score(
+    config: Config, data: str, out: str, options: Options, say: Callable[[str], None], forks: Forks | None = None
+) -> None:
     """Score the responses in ``data`` and write them with what was found to ``out``, a parquet file.
 
     The file has what a step needs of its responses, so that ``data.replay`` takes it; the actor's log-probabilities
@@ -50,7 +52,7 @@ def score(config: Config, data: str, out: str, options: Options, say: Callable[[
 
     Args:
         say: told what was done, a line at a time.
-        pythons: see :func:`megappo.cluster.forks.fork_servers`.
+        forks: what to fork processes from.
 
     Raises:
         DataError, RewardError, PoolError, StackError, WorkerFailed: with words for the user.
@@ -77,7 +79,7 @@ def score(config: Config, data: str, out: str, options: Options, say: Callable[[
         if given is not None:
             check_truths(path, given, config.roles.reward)
     with writing(out) as file:
-        with ScoringCluster(config, sources, say, pythons) as cluster:
+        with ScoringCluster(config, sources, say, forks) as cluster:
             scored = _scored(config, cluster, answers)
             beaten = None if others is None else _rewards(cluster, others)
         if beaten is not None:

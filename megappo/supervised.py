@@ -15,7 +15,7 @@ from megappo.check.supervised import supervised_folder_findings
 from megappo.checkpoints import DATA, UNVALIDATED, Checkpoints
 from megappo.cluster.calls import Pending
 from megappo.cluster.dataflow import TableRef, batch_of, get_table
-from megappo.cluster.forks import Pythons
+from megappo.cluster.forks import Forks
 from megappo.cluster.training import TrainingCluster
 from megappo.config import SupervisedConfig, Task, dump_config
 from megappo.data import batch as rows_of
@@ -42,11 +42,11 @@ ROLES: dict[Task, str] = {"reward-train": "reward", "sft": "actor"}
 """What is trained: the name of its checkpoints, as ``megappo convert --role`` knows it."""
 
 
-def train_on_examples(config: SupervisedConfig, task: Task, pythons: Pythons) -> bool:
+def train_on_examples(config: SupervisedConfig, task: Task, forks: Forks) -> bool:
     """Train as configured, from the beginning or from the run's last complete checkpoint.
 
     Args:
-        pythons: see :func:`megappo.cluster.forks.fork_servers`.
+        forks: what to fork processes from.
 
     Returns:
         Whether all steps are done, and validated; if not, SIGUSR1 asked for an early end, and a checkpoint holds what
@@ -67,7 +67,7 @@ def train_on_examples(config: SupervisedConfig, task: Task, pythons: Pythons) ->
                 f"step {config.run.steps} of {config.run.steps} is done: {trainer.checkpoints.latest()}"
             )
             return True
-        cluster = stack.enter_context(TrainingCluster(config, ROLES[task], trainer.console.status, pythons))
+        cluster = stack.enter_context(TrainingCluster(config, ROLES[task], trainer.console.status, forks))
         return trainer.run(cluster)
 
 

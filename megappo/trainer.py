@@ -19,7 +19,7 @@ from megappo.ahead import Ahead
 from megappo.checkpoints import DATA, UNVALIDATED
 from megappo.cluster.cluster import Cluster
 from megappo.cluster.dataflow import Batch, put_table
-from megappo.cluster.forks import Pythons
+from megappo.cluster.forks import Forks
 from megappo.collect import Collected, Collector, baseline_column
 from megappo.config import Config
 from megappo.credit import Credit, assign_credit
@@ -49,11 +49,11 @@ AHEAD = "ahead"
 """Folder of a checkpoint: batches that were generated before their step."""
 
 
-def train(config: Config, pythons: Pythons) -> bool:
+def train(config: Config, forks: Forks) -> bool:
     """Train as configured, from the beginning or from the run's last complete checkpoint.
 
     Args:
-        pythons: see :func:`megappo.cluster.forks.fork_servers`.
+        forks: what to fork processes from.
 
     Returns:
         Whether all steps are done, and validated; if not, SIGUSR1 asked for an early end, and a checkpoint holds what
@@ -66,17 +66,17 @@ def train(config: Config, pythons: Pythons) -> bool:
     with stop_request() as stop, Run(config) as run:
         if not run.is_finished:
             run.check_rewards()
-            if not with_restarts(lambda: _train_until_stopped(config, run, stop, pythons), run, config.run.restarts):
+            if not with_restarts(lambda: _train_until_stopped(config, run, stop, forks), run, config.run.restarts):
                 return False
         run.finish()
     return True
 
 
-def _train_until_stopped(config: Config, run: Run, stop: StopRequest, pythons: Pythons) -> bool:
+def _train_until_stopped(config: Config, run: Run, stop: StopRequest, forks: Forks) -> bool:
     """Train in processes that are started here, and end here however it ends."""
     if run.is_finished:  # the last one was lost after its last checkpoint
         return True
-    with Cluster(config, run.data_sources, run.console.status, pythons) as cluster:
+    with Cluster(config, run.data_sources, run.console.status, forks) as cluster:
         trainer = Trainer(config, run, cluster, stop)
         trainer.resume()
         if trainer.step == 0 and config.run.validate_before and not stop.asked:  # else no step comes after it

@@ -18,7 +18,7 @@ from small_project import Project, make_project, write_model
 
 from megappo.check import Report
 from megappo.cli import main
-from megappo.cluster.forks import Pythons
+from megappo.cluster.forks import Forks
 from megappo.config import Config, load_config
 from megappo.models.spec import ModelError
 
@@ -94,7 +94,7 @@ def test_command_refuses(project: Project, word: str) -> None:
 def test_command_train_passes_the_configuration_on(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = []
     monkeypatch.setitem(
-        sys.modules, "megappo.trainer", SimpleNamespace(train=lambda config, pythons: not trained.append(config))
+        sys.modules, "megappo.trainer", SimpleNamespace(train=lambda config, forks: not trained.append(config))
     )
     assert main(["train", "config.yaml", "run.steps=7"]) == 0
     assert trained == [load_config("config.yaml", ["run.steps=7"])]
@@ -104,7 +104,7 @@ def test_command_shows_our_own_errors_without_a_traceback(
     project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def raising(error: Exception) -> None:
-        def train(config: Config, pythons: Pythons) -> None:
+        def train(config: Config, forks: Forks) -> None:
             raise error
 
         monkeypatch.setitem(sys.modules, "megappo.trainer", SimpleNamespace(train=train))

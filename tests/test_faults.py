@@ -94,7 +94,7 @@ class Session:
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     from megappo.cluster.cluster import Cluster
-    from megappo.cluster.forks import fork_servers
+    from megappo.cluster.forks import Forks
     from megappo.run import Run
     from megappo.trainer import Trainer
 
@@ -107,9 +107,9 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         config = load_config("config.yaml", [*SMALLER, "run.steps=9", "run.restarts=1"])
         console = io.StringIO()
         with (
-            fork_servers(config, engines=True) as pythons,
+            Forks(config, engines=True) as forks,
             Run(config) as run,
-            Cluster(config, run.data_sources, lambda text: print(text, file=console), pythons) as cluster,
+            Cluster(config, run.data_sources, lambda text: print(text, file=console), forks) as cluster,
         ):
             trainer = Trainer(config, run, cluster)
             trainer.resume()

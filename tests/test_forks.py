@@ -15,7 +15,7 @@ import psutil
 import pytest
 from small_run import make_run_folder
 
-from megappo.cluster.forks import ENGINE_MODULES, NOT_FORKED, ROLE_MODULES, ForkServer, fork_servers
+from megappo.cluster.forks import ENGINE_MODULES, ROLE_MODULES, Forks, ForkServer, Pythons
 from megappo.config import load_config
 
 SCRIPT = """\
@@ -101,12 +101,23 @@ def test_forks_end_with_their_server(server: ForkServer, tmp_path: Path) -> None
 
 def test_only_workers_on_processors_of_this_machine_are_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(make_run_folder(tmp_path) / "config.yaml")
-    with fork_servers(config) as pythons:
-        assert pythons.roles is not None and pythons.engines is None
-    with fork_servers(config, engines=True) as pythons:
+    with Forks(config) as forks:
+        assert forks.pythons().roles is not None and forks.pythons().engines is None
+    with Forks(config, engines=True) as forks:
+        pythons = forks.pythons()
         assert pythons.engines not in (None, pythons.roles)
-    with fork_servers(replace(config, run=replace(config.run, device="cuda")), engines=True) as pythons:
-        assert pythons == NOT_FORKED
+    with Forks(replace(config, run=replace(config.run, device="cuda")), engines=True) as forks:
+        assert forks.pythons() == Pythons()
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    with fork_servers(config, engines=True) as pythons:
-        assert pythons == NOT_FORKED
+    with Forks(config, engines=True) as forks:
+        assert forks.pythons() == Pythons()
+
+
+def test_another_ray_gets_servers_that_have_not_read_the_environment_of_the_first(tmp_path: Path) -> None:
+    config = load_config(make_run_folder(tmp_path) / "config.yaml")
+    with Forks(config) as forks:
+        first, second = forks.pythons(), forks.pythons()
+        assert first != second
+        parents = [run(python.roles, tmp_path)[0]["parent"] for python in (second, second, first)]
+        assert parents[0] == parents[1]
+        assert parents[2] == os.getpid()  # where none answers, Python runs the script

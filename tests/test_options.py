@@ -11,7 +11,6 @@ from published_files import gsm8k_rows, write_lines
 from small_project import Project, make_project
 
 from megappo.cli import main
-from megappo.cluster.forks import NOT_FORKED
 from megappo.config import load_config
 from megappo.score import DataError, Options, score
 
@@ -98,5 +97,5 @@ def test_resources_of_devices_that_are_not_asked_for(project: Project, capsys: p
 )
 def test_responses_against_themselves(project: Project, options: Options, words: str) -> None:
     with pytest.raises(DataError) as caught:
-        score(load_config("config.yaml"), "train.parquet", "out.parquet", options, print, NOT_FORKED)
+        score(load_config("config.yaml"), "train.parquet", "out.parquet", options, print)
     assert str(caught.value).startswith(words)

@@ -20,7 +20,7 @@ from small_run import assert_logs_what_check_says, make_run_folder
 
 from megappo.cluster.cluster import Cluster
 from megappo.cluster.dataflow import batch_of, put_table
-from megappo.cluster.forks import fork_servers
+from megappo.cluster.forks import Forks
 from megappo.collect import Collected
 from megappo.config import Config, load_config
 from megappo.data import batch as rows_of
@@ -82,8 +82,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
         path.write_text(path.read_text().replace("  score: {devices_per_node: 1}\n", ""))
         config = load_config(path, SMALLER)
         with (
-            fork_servers(config, engines=True) as pythons,
-            Cluster(config, ["arithmetic"], lambda text: None, pythons) as cluster,
+            Forks(config, engines=True) as forks,
+            Cluster(config, ["arithmetic"], lambda text: None, forks) as cluster,
         ):
             for role in cluster.trained:
                 (folder / role).mkdir()

@@ -95,7 +95,7 @@ def train_steps(
         placement: sections ``pools`` and ``roles``, in which ``{tokens}`` and ``{prompts}`` stand for sizes.
     """
     from megappo.cluster.cluster import Cluster
-    from megappo.cluster.forks import fork_servers
+    from megappo.cluster.forks import Forks
     from megappo.config import load_config
     from megappo.run import Run
     from megappo.trainer import Trainer
@@ -111,9 +111,9 @@ def train_steps(
     (folder / "config.yaml").write_text(text)
     config = load_config(folder / "config.yaml")
     with (
-        fork_servers(config, engines=True) as pythons,
+        Forks(config, engines=True) as forks,
         Run(config) as run,
-        Cluster(config, run.data_sources, run.console.status, pythons) as cluster,
+        Cluster(config, run.data_sources, run.console.status, forks) as cluster,
     ):
         trainer = Trainer(config, run, cluster)
         trainer.resume()

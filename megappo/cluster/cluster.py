@@ -10,7 +10,7 @@ import numpy as np
 
 from megappo.cluster.calls import Pending, WorkerLost
 from megappo.cluster.dataflow import Batch, TableRef
-from megappo.cluster.forks import NOT_FORKED, Pythons
+from megappo.cluster.forks import Forks
 from megappo.cluster.groups import Group, MegatronGroup, RolloutGroup, megatron_groups
 from megappo.cluster.processes import Processes
 from megappo.cluster.rewards import RewardGroup
@@ -47,14 +47,14 @@ class Cluster(Processes):
         config: Config,
         data_sources: Sequence[str],
         status: Callable[[str], None],
-        pythons: Pythons = NOT_FORKED,
+        forks: Forks | None = None,
     ) -> None:
         """Start everything.
 
         Args:
             data_sources: all that occur in the data; each must have a reward function.
             status: told what is going on, one line at a time.
-            pythons: see :func:`megappo.cluster.forks.fork_servers`.
+            forks: what to fork processes from.
 
         Raises:
             PoolError: the cluster lacks devices.
@@ -63,7 +63,7 @@ class Cluster(Processes):
             WorkerFailed: a worker could not start.
             WeightMismatch: weights would go to wrong places.
         """
-        super().__init__(config, pythons)
+        super().__init__(config, forks)
         self.config = config
         with self._or_end():
             self._start(data_sources, status)

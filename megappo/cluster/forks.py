@@ -19,8 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,30 +49,49 @@ class Pythons:
     engines: str | None = None
 
 
-NOT_FORKED = Pythons()
+class Forks:
+    """Fork servers for the workers of a command, where these can be forked; a context manager.
 
-
-@contextmanager
-def fork_servers(config: Devices, *, engines: bool = False) -> Iterator[Pythons]:
-    """Servers for the workers of a command, where these can be forked; they import while their caller goes on.
-
-    Args:
-        engines: whether there will be engines.
+    Its state: the servers. They start with it, and import while the caller goes on.
     """
-    if config.run.device != "cpu" or not has_own_ray():
-        yield NOT_FORKED
-        return
-    with ExitStack() as ends:
 
-        def python(modules: Sequence[str], environment: Mapping[str, str]) -> str:
-            server = ForkServer(modules, environment)
-            ends.callback(server.close)
-            return server.python
+    def __init__(self, config: Devices, *, engines: bool = False) -> None:
+        """Start them.
 
-        yield Pythons(
-            roles=python(ROLE_MODULES, worker_environment(config)),
-            engines=python(ENGINE_MODULES, engine_environment(config)) if engines else None,
-        )
+        Args:
+            engines: whether there will be engines.
+        """
+        self._wanted = {"roles": (ROLE_MODULES, worker_environment(config))}
+        if engines:
+            self._wanted["engines"] = (ENGINE_MODULES, engine_environment(config))
+        if config.run.device != "cpu" or not has_own_ray():
+            self._wanted.clear()
+        self._are_taken = False
+        self._servers = self._start()
+
+    def __enter__(self) -> Forks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def pythons(self) -> Pythons:
+        """Those of a Ray that is about to start: with its environment a server imports what reads it only once.
+
+        Workers that were forked for another Ray end here.
+        """
+        if self._are_taken:
+            self._close()
+            self._servers = self._start()
+        self._are_taken = True
+        return Pythons(**{kind: server.python for kind, server in self._servers.items()})
+
+    def _start(self) -> dict[str, ForkServer]:
+        return {kind: ForkServer(*wanted) for kind, wanted in self._wanted.items()}
+
+    def _close(self) -> None:
+        for server in self._servers.values():
+            server.close()
 
 
 class ForkServer:

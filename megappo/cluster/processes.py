@@ -12,7 +12,7 @@ from ray.util.placement_group import remove_placement_group
 
 from megappo.cluster.calls import Calls
 from megappo.cluster.environment import has_own_ray
-from megappo.cluster.forks import NOT_FORKED, Pythons
+from megappo.cluster.forks import Forks, Pythons
 from megappo.cluster.pools import Pool, end_on_sigterm, reserve_pools, start_ray
 from megappo.cluster.watch import Address, wait_until_gone
 from megappo.config import Devices
@@ -35,17 +35,17 @@ class Processes:
 
     pools: Mapping[str, Pool]
 
-    def __init__(self, config: Devices, pythons: Pythons = NOT_FORKED) -> None:
+    def __init__(self, config: Devices, forks: Forks | None = None) -> None:
         """Connect to the Ray that ``RAY_ADDRESS`` names, or start one on this machine, and reserve the pools.
 
         Args:
-            pythons: see :func:`megappo.cluster.forks.fork_servers`.
+            forks: what to fork processes from.
 
         Raises:
             PoolError: the cluster lacks devices.
         """
         self.calls = Calls(config.run.timeout_s, config.run.heartbeat_s)
-        self.pythons = pythons
+        self.pythons = Pythons() if forks is None else forks.pythons()
         self.started: list[Address] = []
         self._ends = ExitStack()
         with self._or_end():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from megappo.cluster.forks import NOT_FORKED, Pythons
+from megappo.cluster.forks import Forks
 from megappo.cluster.groups import Group, MegatronGroup, megatron_groups
 from megappo.cluster.processes import Processes
 from megappo.cluster.rewards import RewardGroup
@@ -31,13 +31,13 @@ class ScoringCluster(Processes):
         config: Config,
         data_sources: Sequence[str],
         status: Callable[[str], None],
-        pythons: Pythons = NOT_FORKED,
+        forks: Forks | None = None,
     ) -> None:
         """Start everything; see :class:`megappo.cluster.cluster.Cluster`."""
         roles = scoring_roles(config)
         used = {role.pool for role in roles.values()}
         self.config = replace(config, pools={name: pool for name, pool in config.pools.items() if name in used})
-        super().__init__(self.config, pythons)
+        super().__init__(self.config, forks)
         with self._or_end():
             self._start(roles, data_sources, status)
 

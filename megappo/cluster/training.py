@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megappo.cluster.forks import NOT_FORKED, Pythons
+from megappo.cluster.forks import Forks
 from megappo.cluster.groups import MegatronGroup, megatron_groups
 from megappo.cluster.processes import Processes
 from megappo.cluster.start import Starter
@@ -23,19 +23,19 @@ class TrainingCluster(Processes):
     model: MegatronGroup
 
     def __init__(
-        self, config: SupervisedConfig, role: str, status: Callable[[str], None], pythons: Pythons = NOT_FORKED
+        self, config: SupervisedConfig, role: str, status: Callable[[str], None], forks: Forks | None = None
     ) -> None:
         """Start everything.
 
         Args:
             role: ``actor`` (a language model) or ``reward`` (a scalar head).
             status: told what is going on, one line at a time.
-            pythons: see :func:`megappo.cluster.forks.fork_servers`.
+            forks: what to fork processes from.
 
         Raises:
             PoolError, StackError, DeviceTooSmall, WorkerFailed: as of :class:`megappo.cluster.cluster.Cluster`.
         """
-        super().__init__(config, pythons)
+        super().__init__(config, forks)
         with self._or_end():
             self._start(config, role, status)
 

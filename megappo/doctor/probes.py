@@ -13,7 +13,7 @@ import ray
 from megappo.cluster.actors import LoggedProcess, timed
 from megappo.cluster.calls import Calls, Place
 from megappo.cluster.environment import worker_environment
-from megappo.cluster.forks import fork_servers
+from megappo.cluster.forks import Forks
 from megappo.cluster.groups import Group, Member
 from megappo.cluster.processes import Processes
 from megappo.cluster.start import host_store
@@ -143,7 +143,7 @@ def examine(config: Config) -> Examined:
         WorkerFailed: a process failed or did not answer.
     """
     limit_s = min(config.run.timeout_s, 600.0)
-    with fork_servers(config) as pythons, Processes(config, pythons) as on_ray:
+    with Forks(config) as forks, Processes(config, forks) as on_ray:
         calls, taken = Calls(limit_s), seats(config)
         probes = Group(tuple(_start(config, on_ray, seat) for seat in taken), calls)
         wanted = all_wanted(config.run.device)
