@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from small_run import LIMIT_S, MARK, kill, make_run_folder, marked, until, worker_pid
 
@@ -292,6 +293,12 @@ class Killing:
             kill(pid)
 
         threading.Thread(target=wait_and_kill, daemon=True).start()
+
+
+@pytest.mark.parametrize("log", ["train-rank0.log", "reward.log", "rollout-engine0.log"])
+def test_processes_are_forked(session: Session, log: str) -> None:
+    parent = psutil.Process(session.pid(log)).parent()
+    assert parent is not None and "megappo.cluster.forks" in parent.cmdline()
 
 
 def test_an_engine_that_is_killed_is_replaced_and_its_prompts_come_again(session: Session) -> None:

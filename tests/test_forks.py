@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,17 +22,20 @@ from megappo.config import load_config
 
 SCRIPT = """\
 import json, os, subprocess, sys
+from pathlib import Path
+threads = sorted(path.read_text().strip() for path in Path(f"/proc/{os.getppid()}/task").glob("*/comm"))
 json.dump({
     "process": os.getpid(), "parent": os.getppid(), "group": os.getpgrp(), "name": __name__, "file": __file__,
     "arguments": sys.argv, "folder": os.getcwd(), "environment": dict(os.environ), "path": sys.path[0],
-    "modules": list(sys.modules), "threads": len(os.listdir("/proc/self/task")),
+    "modules": list(sys.modules), "threads_of_parent": threads,
     "status": subprocess.run(["false"]).returncode, "input": sys.stdin.read(),
 }, sys.stdout)
 sys.stderr.write("to standard error")
 """
 
 
-OURS = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"}
+# vLLM sets its own number of threads, whatever there is before.
+OURS = {"TORCHINDUCTOR_COMPILE_THREADS": "8", "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"}
 MODULES = {"roles": ROLE_MODULES, "engines": ENGINE_MODULES}
 
 
@@ -45,7 +50,7 @@ def run(python: str, folder: Path, *arguments: str) -> tuple[dict[str, object], 
     """What a script finds, and what it writes to standard error."""
     (folder / "script.py").write_text(SCRIPT)
     command = [*shlex.split(python), str(folder / "script.py"), *arguments]
-    environment = {"OWN": "variable", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {"OWN": "variable", "TORCHINDUCTOR_COMPILE_THREADS": "8", "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as started:
@@ -62,19 +67,21 @@ def test_a_fork_finds_what_a_process_of_its_own_finds(
     forked, errors = run(server.python, tmp_path, "a b", "--c")
     assert errors == "to standard error"
     assert modules <= set(forked["modules"]) and not modules & set(alone["modules"])
-    own = ("process", "parent", "group", "modules", "threads", "environment")
+    own = ("process", "parent", "group", "modules", "threads_of_parent", "environment")
     assert {k: v for k, v in forked.items() if k not in own} == {k: v for k, v in alone.items() if k not in own}
-    assert forked["environment"] == {**set_by(modules), **alone["environment"]}
+    assert forked["environment"] == {**alone["environment"], **set_by(modules)}
+    # Of locks that other threads hold, a fork would wait for ever; jemalloc looks after its own.
+    assert [name for name in forked["threads_of_parent"] if not name.startswith(("python", "jemalloc"))] == []
     assert forked["group"] == forked["process"]  # Ray ends a worker by its process group: each has its own
     again, _ = run(server.python, tmp_path)
     assert again["parent"] == forked["parent"] and again["process"] != forked["process"]
 
 
 def set_by(modules: set[str]) -> dict[str, str]:
-    """Environment variables that are there once modules have been imported."""
+    """Environment variables that are there once modules have been imported, where there is no Ray."""
     code = f"""
-import importlib, json, os
-before = dict(os.environ)
+import importlib, json, os, sys
+before, sys.modules["ray"] = dict(os.environ), None
 for name in {sorted(modules, key=list(modules).index)}: importlib.import_module(name)
 print(json.dumps({{name: value for name, value in os.environ.items() if before.get(name) != value}}))
 """
@@ -97,6 +104,32 @@ def test_forks_end_with_their_server(server: ForkServer, tmp_path: Path) -> None
         process = psutil.Process(int(started.stdout.readline()))
         server.close()
         process.wait(10)
+
+
+def test_a_server_whose_command_is_gone_before_it_looks_ends(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "forks"))
+        listener.listen()
+        server = [sys.executable, "-m", "megappo.cluster.forks", str(gone.pid), str(listener.fileno())]
+        ended = subprocess.run(server, env={**os.environ, **OURS}, pass_fds=[listener.fileno()], timeout=60)
+    assert ended.returncode == 1
+
+
+def test_who_no_longer_waits_for_an_answer_gets_no_fork(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text("open('late', 'w').close()\n")
+    server = ForkServer((), OURS)
+    os.kill(server._process.pid, signal.SIGSTOP)
+    request = json.dumps({"argv": [str(tmp_path / "late.py")], "folder": str(tmp_path), "environment": OURS}).encode()
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(shlex.split(server.python)[-1])
+        socket.send_fds(client, [len(request).to_bytes(8, "little")], [0, 1, 2])
+        client.sendall(request)
+    os.kill(server._process.pid, signal.SIGCONT)
+    run(server.python, tmp_path)  # comes after it
+    assert not (tmp_path / "late").exists()
+    server.close()
 
 
 def test_only_workers_on_processors_of_this_machine_are_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

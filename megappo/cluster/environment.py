@@ -17,14 +17,13 @@ def worker_environment(config: Devices, **more: str) -> dict[str, str]:
     out |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     if config.run.device == "cpu":
         out |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        out |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     elif config.run.dtype == "float32":
         out["NVIDIA_TF32_OVERRIDE"] = "0"  # float32 shall mean float32
     return out | more
 
 
 def engine_environment(config: Devices, **more: str) -> dict[str, str]:
-    """Environment variables of a process that vLLM runs in."""
+    """Environment variables of a process that has imported vLLM before it is told to be an engine."""
     return {**worker_environment(config), **vllm_environment(on_cuda=config.run.device == "cuda"), **more}
 
 

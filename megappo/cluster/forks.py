@@ -67,7 +67,12 @@ class Forks:
         if config.run.device != "cpu" or not has_own_ray():
             self._wanted.clear()
         self._are_taken = False
-        self._servers = self._start()
+        self._servers: dict[str, ForkServer] = {}
+        try:
+            self._start()
+        except BaseException:  # Ctrl-C
+            self._close()
+            raise
 
     def __enter__(self) -> Forks:
         return self
@@ -82,12 +87,13 @@ class Forks:
         """
         if self._are_taken:
             self._close()
-            self._servers = self._start()
+            self._start()
         self._are_taken = True
         return Pythons(**{kind: server.python for kind, server in self._servers.items()})
 
-    def _start(self) -> dict[str, ForkServer]:
-        return {kind: ForkServer(*wanted) for kind, wanted in self._wanted.items()}
+    def _start(self) -> None:
+        for kind, wanted in self._wanted.items():
+            self._servers[kind] = ForkServer(*wanted)
 
     def _close(self) -> None:
         for server in self._servers.values():
@@ -114,7 +120,7 @@ class ForkServer:
             listener.bind(path)
             listener.listen(128)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(listener.fileno()), *modules],
+                [sys.executable, "-m", __name__, str(os.getpid()), str(listener.fileno()), *modules],
                 pass_fds=[listener.fileno()],
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
@@ -131,10 +137,10 @@ class ForkServer:
         self._folder.cleanup()
 
 
-def serve(listener: socket.socket, modules: Sequence[str]) -> None:
+def serve(parent: int, listener: socket.socket, modules: Sequence[str]) -> None:
     """Fork a process for each request, in which this returns after the script that was asked for."""
-    end_with_parent()
-    before = dict(os.environ)
+    end_with_parent(parent)
+    server, before = os.getpid(), dict(os.environ)
     # Ray reads its environment as it is imported, and there is none yet: vLLM, which would import it for an executor
     # that is not used here, is told that there is no Ray.
     sys.modules["ray"] = None  # type: ignore[assignment]
@@ -149,7 +155,9 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
             try:
                 header, descriptors, _, _ = socket.recv_fds(peer, 8, 3)
                 request = json.loads(peer.recv(int.from_bytes(header, "little"), socket.MSG_WAITALL))
-            except (OSError, ValueError):  # who asked was killed meanwhile
+                if _is_gone(peer):
+                    continue
+            except (OSError, ValueError):  # it was killed while it asked
                 continue
             if "ray" not in sys.modules:
                 os.environ.update(request["environment"])
@@ -161,8 +169,17 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
         for descriptor in descriptors:
             os.close(descriptor)
     listener.close()
-    request["environment"] = {**set_by_imports, **request["environment"]}
+    request["environment"] = {**request["environment"], **set_by_imports}
+    end_with_parent(server)
     _run(request, descriptors)
+
+
+def _is_gone(peer: socket.socket) -> bool:
+    """Whether it was killed while it waited for an answer: Ray gives a worker that is late up, and starts another."""
+    try:
+        return not peer.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
 
 
 def _import(modules: Sequence[str]) -> None:
@@ -172,7 +189,6 @@ def _import(modules: Sequence[str]) -> None:
 
 def _run(request: dict[str, Any], descriptors: Sequence[int]) -> None:
     """Become what ``python`` with these arguments would be."""
-    end_with_parent()
     os.setpgrp()  # Ray ends a worker by its process group
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for standard, descriptor in enumerate(descriptors):
@@ -187,4 +203,4 @@ def _run(request: dict[str, Any], descriptors: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    serve(int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), sys.argv[3:])

@@ -122,7 +122,7 @@ class RunStarter(Starter):
         pool, tp = self.pools[self.config.roles.rollout.pool], self.config.roles.rollout.tp
         log = self._log_file(f"rollout-engine{index}")
         kind = StreamingProcess if self.config.ppo.streams else RolloutProcess
-        environment = engine_environment(self.config)
+        environment = self._engine_environment()
         actor = pool.start(kind, index, tp, log, environment=environment, python=self.pythons.engines)
         return Member(actor, Place("rollout", index, pool.name, "?", log))
 
@@ -132,11 +132,16 @@ class RunStarter(Starter):
         members = []
         for index in range(len(hosts) // tp):
             devices = [host.device for host in hosts[index * tp : (index + 1) * tp]]
-            environment = engine_environment(self.config, CUDA_VISIBLE_DEVICES=",".join(devices))
+            environment = self._engine_environment(CUDA_VISIBLE_DEVICES=",".join(devices))
             log, python = self._log_file(f"rollout-engine{index}"), self.pythons.engines
             actor = pool.start_beside(RolloutProcess, index * tp, tp, log, environment=environment, python=python)
             members.append(Member(actor, Place("rollout", index, pool.name, "?", log)))
         return members
+
+    def _engine_environment(self, **more: str) -> dict[str, str]:
+        # Where engines are not forked, they see to vLLM's variables by what is set on their own node.
+        environment = worker_environment if self.pythons.engines is None else engine_environment
+        return environment(self.config, **more)
 
     def rewards(self) -> list[Member]:
         log = self._log_file("reward")
