@@ -42,7 +42,7 @@ ROLES: dict[Task, str] = {"reward-train": "reward", "sft": "actor"}
 """What is trained: the name of its checkpoints, as ``megappo convert --role`` knows it."""
 
 
-def train_on_examples(config: SupervisedConfig, task: Task, forks: Forks) -> bool:
+def train_on_examples(config: SupervisedConfig, task: Task, forks: Forks | None = None) -> bool:
     """Train as configured, from the beginning or from the run's last complete checkpoint.
 
     Args:

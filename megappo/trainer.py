@@ -49,7 +49,7 @@ AHEAD = "ahead"
 """Folder of a checkpoint: batches that were generated before their step."""
 
 
-def train(config: Config, forks: Forks) -> bool:
+def train(config: Config, forks: Forks | None = None) -> bool:
     """Train as configured, from the beginning or from the run's last complete checkpoint.
 
     Args:
@@ -72,7 +72,7 @@ def train(config: Config, forks: Forks) -> bool:
     return True
 
 
-def _train_until_stopped(config: Config, run: Run, stop: StopRequest, forks: Forks) -> bool:
+def _train_until_stopped(config: Config, run: Run, stop: StopRequest, forks: Forks | None = None) -> bool:
     """Train in processes that are started here, and end here however it ends."""
     if run.is_finished:  # the last one was lost after its last checkpoint
         return True
