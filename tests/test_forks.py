@@ -17,6 +17,7 @@ import psutil
 import pytest
 from small_run import make_run_folder
 
+from megappo.cluster import forks as module
 from megappo.cluster.forks import ENGINE_MODULES, ROLE_MODULES, Forks, ForkServer, Pythons
 from megappo.config import load_config
 
@@ -132,7 +133,16 @@ def test_who_no_longer_waits_for_an_answer_gets_no_fork(tmp_path: Path) -> None:
     server.close()
 
 
-def test_only_workers_on_processors_of_this_machine_are_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that import next to nothing."""
+    monkeypatch.setattr(module, "ROLE_MODULES", ("json",))
+    monkeypatch.setattr(module, "ENGINE_MODULES", ("json",))
+
+
+def test_only_workers_on_processors_of_this_machine_are_forked(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load_config(make_run_folder(tmp_path) / "config.yaml")
     with Forks(config) as forks:
         assert forks.pythons().roles is not None and forks.pythons().engines is None
@@ -146,7 +156,7 @@ def test_only_workers_on_processors_of_this_machine_are_forked(tmp_path: Path, m
         assert forks.pythons() == Pythons()
 
 
-def test_another_ray_gets_servers_that_have_not_read_the_environment_of_the_first(tmp_path: Path) -> None:
+def test_another_ray_gets_servers_that_have_not_read_the_environment_of_the_first(quick: None, tmp_path: Path) -> None:
     config = load_config(make_run_folder(tmp_path) / "config.yaml")
     with Forks(config) as forks:
         first, second = forks.pythons(), forks.pythons()
