@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import pytest
 from small_run import make_run_folder
 
 from megappo.cluster import forks as module
+from megappo.cluster.environment import engine_environment, worker_environment
 from megappo.cluster.forks import ENGINE_MODULES, ROLE_MODULES, Forks, ForkServer, Pythons
 from megappo.config import load_config
 
@@ -63,11 +64,11 @@ def run(python: str, folder: Path, *arguments: str) -> tuple[dict[str, object], 
 def test_a_fork_finds_what_a_process_of_its_own_finds(
     server: ForkServer, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    modules = set(MODULES[request.node.callspec.params["server"]])
+    modules = MODULES[request.node.callspec.params["server"]]
     alone, _ = run(sys.executable, tmp_path, "a b", "--c")
     forked, errors = run(server.python, tmp_path, "a b", "--c")
     assert errors == "to standard error"
-    assert modules <= set(forked["modules"]) and not modules & set(alone["modules"])
+    assert {*modules} <= {*forked["modules"]} and not {*modules} & {*alone["modules"]}
     own = ("process", "parent", "group", "modules", "threads_of_parent", "environment")
     assert {k: v for k, v in forked.items() if k not in own} == {k: v for k, v in alone.items() if k not in own}
     assert forked["environment"] == {**alone["environment"], **set_by(modules)}
@@ -78,12 +79,12 @@ def test_a_fork_finds_what_a_process_of_its_own_finds(
     assert again["parent"] == forked["parent"] and again["process"] != forked["process"]
 
 
-def set_by(modules: set[str]) -> dict[str, str]:
+def set_by(modules: Sequence[str]) -> dict[str, str]:
     """Environment variables that are there once modules have been imported, where there is no Ray."""
     code = f"""
 import importlib, json, os, sys
 before, sys.modules["ray"] = dict(os.environ), None
-for name in {sorted(modules, key=list(modules).index)}: importlib.import_module(name)
+for name in {modules}: importlib.import_module(name)
 print(json.dumps({{name: value for name, value in os.environ.items() if before.get(name) != value}}))
 """
     lines = subprocess.run([sys.executable, "-c", code], env={**os.environ, **OURS}, stdout=subprocess.PIPE, check=True)
@@ -154,6 +155,22 @@ def test_only_workers_on_processors_of_this_machine_are_forked(
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with Forks(config, engines=True) as forks:
         assert forks.pythons() == Pythons()
+
+
+def test_what_engines_find_of_what_their_user_has_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(make_run_folder(tmp_path) / "config.yaml")
+    given = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-7", "TORCHDYNAMO_DISABLE": "0"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = engine_environment(config)
+    assert {name: found[name] for name in given} == {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "0",
+    }
+    # Of an engine that is not forked, the node's own count: the driver has no defaults for it.
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
+    assert found["VLLM_USE_FLASHINFER_SAMPLER"] and "VLLM_USE_FLASHINFER_SAMPLER" not in worker_environment(config)
 
 
 def test_another_ray_gets_servers_that_have_not_read_the_environment_of_the_first(quick: None, tmp_path: Path) -> None:
